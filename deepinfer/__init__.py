@@ -1,0 +1,1 @@
+"""A reference inference engine for DeepSeek-V4.1-Flash."""

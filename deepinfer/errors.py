@@ -1,0 +1,105 @@
+"""Every error that a user, a file or another rank can cause.
+
+```
+DeepInferError
+├── ConfigError
+│   └── UnsupportedModel
+├── CheckpointError
+│   ├── CorruptFile
+│   └── TensorMismatch
+├── TokenizerError
+├── ShapeError
+├── RequestError
+│   ├── PromptTooLong
+│   ├── Rejected
+│   └── Cancelled
+├── CapacityError
+├── StepError
+├── EngineClosed
+└── MissingExtra
+```
+
+Each message says what was expected, what came, where, and what to do. `assert` is for what no input can cause.
+This module imports nothing.
+"""
+
+
+class DeepInferError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(DeepInferError):
+    """A configuration value or key that cannot be honoured."""
+
+
+class UnsupportedModel(ConfigError):
+    """The checkpoint is of a model that this package does not implement."""
+
+
+class CheckpointError(DeepInferError):
+    """A checkpoint folder that cannot be read as a DeepSeek-V4.1-Flash model."""
+
+
+class CorruptFile(CheckpointError):
+    """A file that is truncated, not safetensors, or whose header contradicts its size."""
+
+
+class TensorMismatch(CheckpointError):
+    """Tensors that are missing, left over, or of another shape or dtype; all of them in one report.
+
+    Attributes:
+        missing: names the model needs and no file has.
+        unexpected: names a file has and the model does not know.
+        mismatched: `name: expected ..., got ...` for wrong shapes and dtypes.
+    """
+
+    def __init__(self, where: str, missing: list[str], unexpected: list[str], mismatched: list[str]) -> None:
+        self.missing, self.unexpected, self.mismatched = missing, unexpected, mismatched
+        lines = [f"{where} does not match its config.json:"]
+        for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape or dtype", mismatched)):
+            if names:
+                lines.append(f"  {title} ({len(names)}):")
+                lines += [f"    {name}" for name in names[:20]]
+                if len(names) > 20:
+                    lines.append(f"    ... and {len(names) - 20} more")
+        super().__init__("\n".join(lines))
+
+
+class TokenizerError(DeepInferError):
+    """A tokenizer that is missing, unreadable or does not belong to the checkpoint."""
+
+
+class ShapeError(DeepInferError):
+    """A tensor or size handed to a public function that does not fit the others."""
+
+
+class RequestError(DeepInferError):
+    """One request that cannot be served; other requests go on."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt does not fit the model or the cache."""
+
+
+class Rejected(RequestError):
+    """The request is malformed or asks for something that is not supported."""
+
+
+class Cancelled(RequestError):
+    """The request was aborted before it finished."""
+
+
+class CapacityError(DeepInferError):
+    """Too little memory for what was asked; the message names the sizes."""
+
+
+class StepError(DeepInferError):
+    """A step failed on the device."""
+
+
+class EngineClosed(DeepInferError):
+    """The engine was used after `close()`."""
+
+
+class MissingExtra(DeepInferError):
+    """An optional dependency is needed; the message names the `pip install` to run."""

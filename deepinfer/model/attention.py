@@ -1,0 +1,123 @@
+"""Attention of one layer: a sliding window of raw rows and, in compressed layers, a selection of compressed entries.
+
+One softmax runs over both. There is one key-value head, and key and value are the same vector, so a rotated value is turned
+back after the weighted sum. Source: specification section 8.
+"""
+
+import torch
+from torch import nn
+
+from deepinfer.config import ModelConfig
+from deepinfer.dims import Bool, Float, Int, Tensor
+from deepinfer.model.cache import ModelCache, look_back, store_latest, window_positions
+from deepinfer.model.compressor import Compressor
+from deepinfer.model.indexer import Indexer, Shared
+from deepinfer.model.linear import Linear
+from deepinfer.model.norm import RMSNorm
+from deepinfer.model.numerics import Numerics
+from deepinfer.model.rope import Rope, RopeTables
+from deepinfer.model.rows import Rows
+from deepinfer.ops.quantize import round_fp4_e4m3, round_fp8
+from deepinfer.ops.rotate import rotate_last
+
+ATTEND_ROWS = 256  # rows attended at once: bounds the gathered copy of their keys
+
+
+class Attention(nn.Module):
+    """Queries, window rows, compressed entries and the grouped output projection of one layer.
+
+    The layer's role follows from the config: window only (ratio 0); a KV source owns a `compressor`; an index source owns an
+    `indexer`; any other compressed layer reuses what `Shared` brings from below.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics) -> None:
+        super().__init__()
+        self.config, self.layer, self.numerics = config.attention, layer, numerics
+        self.ratio = config.compress_ratios[layer]
+        a, fmt = config.attention, "fp8" if config.quantized else "bf16"
+        self.wq_a = Linear(config.dim, a.q_lora_rank, fmt, numerics)
+        self.q_norm = RMSNorm(a.q_lora_rank, config.norm_eps)
+        self.wq_b = Linear(a.q_lora_rank, a.n_heads * a.head_dim, fmt, numerics)
+        self.wkv = Linear(config.dim, a.head_dim, fmt, numerics)
+        self.kv_norm = RMSNorm(a.head_dim, config.norm_eps)
+        self.attn_sink = nn.Parameter(torch.empty(a.n_heads, dtype=torch.float32), requires_grad=False)
+        self.wo_a = Linear(a.n_heads * a.head_dim // a.o_groups, a.o_groups * a.o_lora_rank, fmt, numerics)
+        self.wo_b = Linear(a.o_groups * a.o_lora_rank, config.dim, fmt, numerics)
+        self.compressor = Compressor(config, layer, numerics) if layer in config.kv_source_layers else None
+        self.indexer = Indexer(config, layer, numerics) if layer in config.index_source_layers else None
+
+    def forward(
+        self, x: Float[Tensor, "T D"], rows: Rows, rope: RopeTables, shared: Shared, cache: ModelCache
+    ) -> tuple[Float[Tensor, "T D"], Shared]:
+        """Attention output of the collapsed and normalised input `x`, and what the layers above share.
+
+        Mutates this layer's ring and, in a KV source, its entry pool.
+        """
+        table = rope.table(self.ratio)
+        query_latent, q = self.queries(x, table.query)
+        kv = self.window_rows(x, table.query)
+        shared = self._publish_entries(x, rows, table, shared, cache)
+        if self.indexer is not None:
+            chosen = self.indexer(x, query_latent, table.query, rows, shared, cache)
+            candidates = shared.candidates if chosen.candidates is None else chosen.candidates
+            shared = Shared(shared.pool, chosen.selected, candidates)
+        out = self._attend(q, kv, rows, shared, cache)
+        store_latest(rows, kv, cache.rings[self.layer])
+        return self.output(out, table.query), shared
+
+    def queries(
+        self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]
+    ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
+        """The query latent, which the indexer shares, and the rotated query heads; no norm on the heads (V4 had one)."""
+        latent = self.q_norm(self.wq_a(x))
+        heads = self.wq_b(latent).unflatten(1, (self.config.n_heads, self.config.head_dim))
+        return latent, rotate_last(heads, rotation)
+
+    def window_rows(self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
+        """Raw key-value rows as the window keeps them: normalised, rotated, rounded to FP8."""
+        kv = rotate_last(self.kv_norm(self.wkv(x)), rotation)
+        return round_fp8(kv) if self.numerics.precision.round_caches else kv
+
+    def output(self, out: Float[Tensor, "T H Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T D"]:
+        """Turn the values back and project: heads in groups to a low rank, then all ranks to the model width."""
+        turned = rotate_last(out, rotation, inverse=True)
+        groups = turned.flatten(1).unflatten(1, (self.config.o_groups, -1))
+        return self.wo_b(self.wo_a.forward_groups(groups).flatten(1))
+
+    def _publish_entries(self, x: Float[Tensor, "T D"], rows: Rows, table: Rope, shared: Shared, cache: ModelCache) -> Shared:
+        """In a KV source: compress, store entries and index keys, and make its pool the current one."""
+        if self.compressor is None:
+            return shared
+        assert self.indexer is not None  # the config guarantees it
+        latent = self.compressor(x, rows, cache)
+        entries = rotate_last(latent, table.entry)
+        if self.numerics.precision.round_caches:
+            entries = round_fp4_e4m3(entries)
+        pool = cache.pools[self.layer]
+        pool.write(rows, entries, self.indexer.keys(latent, table.entry))
+        return Shared(pool, shared.selected, shared.candidates)
+
+    def _attend(
+        self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: ModelCache
+    ) -> Float[Tensor, "T H Dh"]:
+        """Attend over each row's list: the window oldest first, then the selected entries in ascending order."""
+        keys, visible = window_positions(rows.positions, self.config.window_size)
+        ring, parts = cache.rings[self.layer], []
+        for start in range(0, q.shape[0], ATTEND_ROWS):
+            part = slice(start, start + ATTEND_ROWS)
+            listed = look_back(rows, kv, ring, keys, part)
+            seen = visible[part]
+            if self.ratio:
+                listed, seen = self._with_entries(listed, seen, part, rows, shared)
+            parts.append(self.numerics.ops.attend(q[part], listed, seen, self.attn_sink, self.config.scale))
+        return torch.cat(parts)
+
+    @staticmethod
+    def _with_entries(
+        listed: Float[Tensor, "t W Dh"], seen: Bool[Tensor, "t W"], part: slice, rows: Rows, shared: Shared
+    ) -> tuple[Float[Tensor, "t S Dh"], Bool[Tensor, "t S"]]:
+        assert shared.pool is not None
+        assert shared.selected is not None
+        selected: Int[Tensor, "t N"] = shared.selected[part]
+        entries = shared.pool.entries[shared.pool.addresses(rows, selected, part)]
+        return torch.cat((listed, entries), dim=1), torch.cat((seen, selected >= 0), dim=1)

@@ -1,0 +1,149 @@
+"""What the model remembers of each sequence, and how rows address it.
+
+| memory | kept for | shape | addressed by |
+|---|---|---|---|
+| window ring | every layer and draft block | `[slots, ring_rows, Dh]` | slot, position mod ring_rows |
+| compressed entries | each KV source | `[blocks * Bs / ratio, Dh]` | block table, entry id |
+| index keys | each KV source | `[blocks * Bs / ratio, Di]` | block table, entry id |
+| pending group | each ratio-2 source | `[slots, pending_rows, 2, Dh]` float32 | slot, group id mod pending_rows |
+| n-gram history | the model, if it has an Engram | `[slots, history_rows]` int64 | slot, position mod history_rows |
+
+Everything is addressed by position, so that undoing rejected draft tokens is nothing but setting a length back: what a later
+step may read, it or an earlier confirmed step has written. That needs `max_backtrack` extra rows in rings and history and
+enough pending rows for every group that a step may touch. Slot 0 and block 0 are trash: padding rows write there.
+Source: specification sections 8.9, 8.10 and 18.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.config import ModelConfig
+from deepinfer.dims import Bool, Float, Int, Shaped, Tensor
+from deepinfer.model.numerics import Precision
+from deepinfer.model.rows import TRASH_SLOT, Rows
+
+ALL_ROWS = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSizes:
+    """How much memory a cache holds; slots and blocks include the trash ones.
+
+    Attributes:
+        block_size: tokens a block covers in all KV sources together; a multiple of 2.
+        max_backtrack: most rows of a step that may be rejected afterwards.
+    """
+
+    num_slots: int
+    num_blocks: int
+    block_size: int = 64
+    max_backtrack: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPool:
+    """Compressed entries and index keys of one KV source."""
+
+    ratio: int
+    entries: Float[Tensor, "P Dh"]
+    index_keys: Float[Tensor, "P Di"]
+
+    def addresses(self, rows: Rows, ids: Int[Tensor, "t N"], part: slice = ALL_ROWS) -> Int[Tensor, "t N"]:
+        """Pool rows of entry `ids` of the sequences of rows `part`; a negative id gives some row that must not be used."""
+        per_block = rows.block_size // self.ratio
+        ids = ids.clamp(min=0)
+        blocks = rows.block_tables[rows.seq_ids[part, None], ids // per_block]
+        return blocks * per_block + ids % per_block
+
+    def write(self, rows: Rows, entries: Float[Tensor, "T Dh"], index_keys: Float[Tensor, "T Di"]) -> None:
+        """Store the entry that each row completes; rows that complete none write to the trash block. Mutates the pool."""
+        completes = (rows.positions + 1) % self.ratio == 0
+        address = self.addresses(rows, (rows.positions // self.ratio)[:, None]).squeeze(1)
+        address = torch.where(completes, address, TRASH_SLOT)
+        self.entries.index_put_((address,), entries)
+        self.index_keys.index_put_((address,), index_keys)
+
+    def keys_of_sequences(self, rows: Rows) -> Float[Tensor, "B C Di"]:
+        """Index keys of every sequence in entry order; C covers the whole block tables."""
+        per_block = rows.block_size // self.ratio
+        blocks = self.index_keys.unflatten(0, (-1, per_block))
+        return blocks[rows.block_tables].flatten(1, 2)
+
+
+class ModelCache:
+    """The tensors behind the table above. Written by the modules during a forward, and only there."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, sizes: CacheSizes, device: torch.device | str = "cpu") -> None:
+        self.sizes = sizes
+        dtype, attention = precision.activation_dtype, config.attention
+        self.ring_rows = attention.window_size + sizes.max_backtrack
+        self.pending_rows = sizes.max_backtrack // 2 + 1
+        self.history_rows = max(config.engram.max_ngram_size - 1, 1) + sizes.max_backtrack
+        pool_rows = sizes.num_blocks * sizes.block_size
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        layers = config.n_layers + config.draft.n_layers
+        self.rings = [zeros(sizes.num_slots, self.ring_rows, attention.head_dim) for _ in range(layers)]
+        self.pools = {
+            layer: EntryPool(
+                ratio := config.compress_ratios[layer],
+                zeros(pool_rows // ratio, attention.head_dim),
+                zeros(pool_rows // ratio, config.indexer.head_dim),
+            )
+            for layer in config.kv_source_layers
+        }
+        self.pending = {
+            layer: zeros(sizes.num_slots, self.pending_rows, 2, attention.head_dim, dtype=torch.float32)
+            for layer in config.kv_source_layers
+            if config.compress_ratios[layer] == 2
+        }
+        self.history = zeros(sizes.num_slots, self.history_rows, dtype=torch.int64)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the cache, for accounting and poisoning."""
+        pools = [t for pool in self.pools.values() for t in (pool.entries, pool.index_keys)]
+        return [*self.rings, *pools, *self.pending.values(), self.history]
+
+
+def look_back(
+    rows: Rows,
+    own: Shaped[Tensor, "T ..."],
+    ring: Shaped[Tensor, "slots R ..."],
+    key_positions: Int[Tensor, "T W"],
+    part: slice = ALL_ROWS,
+) -> Shaped[Tensor, "t W ..."]:
+    """Vectors at `key_positions` of the sequences of rows `part`: from this step's own rows where it has them, else the ring.
+
+    Reading the own rows directly lets a chunk be longer than the ring. Positions before 0 or after the row give garbage that
+    the caller must mask.
+    """
+    key_positions = key_positions[part]
+    distance = rows.positions[part, None] - key_positions
+    is_own = (distance >= 0) & (distance <= rows.offsets[part, None])
+    row_ids = torch.arange(rows.positions.shape[0], device=own.device)[part, None]
+    from_own = own[(row_ids - distance.clamp(min=0)).clamp(min=0)]
+    from_ring = ring[rows.row_slots[part, None], key_positions.clamp(min=0) % ring.shape[1]]
+    return torch.where(is_own.view(*is_own.shape, *([1] * (own.dim() - 1))), from_own, from_ring)
+
+
+def store_latest(rows: Rows, own: Shaped[Tensor, "T ..."], ring: Shaped[Tensor, "slots R ..."]) -> None:
+    """Write each sequence's latest rows to its ring, after everything that reads older ones. Mutates `ring`.
+
+    Rows that a later one of the same step would overwrite go to the trash slot, so no place is written twice.
+    """
+    slot = torch.where(rows.remaining < ring.shape[1], rows.row_slots, TRASH_SLOT)
+    ring.index_put_((slot, rows.positions % ring.shape[1]), own)
+
+
+def window_positions(positions: Int[Tensor, " T"], window: int) -> tuple[Int[Tensor, "T W"], Bool[Tensor, "T W"]]:
+    """Key positions that each query's window holds, oldest first, and which places are real; empty places come last.
+
+    The published prefill order. Published decode puts empty places first while the window fills; one order for all rows is
+    what makes a row independent of how its prompt was cut, and the two differ only in which block of 64 a place counts.
+    """
+    first = (positions - window + 1).clamp(min=0)
+    keys = first[:, None] + torch.arange(window, device=positions.device)
+    return keys, keys <= positions[:, None]

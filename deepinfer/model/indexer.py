@@ -1,0 +1,127 @@
+"""Which compressed entries each query attends to.
+
+A KV source owns index keys; an index source scores them with its own queries and keeps the best `topk`. One layer, the
+candidate source, also publishes the blocks of entries that later index sources choose from.
+Source: specification sections 8.6 and 8.7.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from deepinfer.config import ModelConfig
+from deepinfer.dims import Bool, Float, Int, Tensor
+from deepinfer.model.cache import EntryPool, ModelCache
+from deepinfer.model.linear import Linear
+from deepinfer.model.norm import RMSNorm
+from deepinfer.model.numerics import ROW_TILE, Numerics
+from deepinfer.model.rows import Rows
+from deepinfer.ops.quantize import round_fp4_ue8m0
+from deepinfer.ops.rotate import rotate_last
+from deepinfer.ops.select import NEG_INF, candidate_mask, select_entries
+
+SCORE_ROWS = 128  # rows scored at once where each needs its own sequence's keys: bounds the gathered copy
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a layer hands to the layers above it in the same forward (section 8.8). Values, never stored on a module."""
+
+    pool: EntryPool | None = None  # entries and index keys of the latest KV source
+    selected: Int[Tensor, "T N"] | None = None  # entry ids of the latest index source, ascending, -1 behind them
+    candidates: Bool[Tensor, "T C"] | None = None  # entries that later index sources may choose
+
+
+class IndexerOutput(NamedTuple):
+    """What one index source decided."""
+
+    selected: Int[Tensor, "T N"]
+    candidates: Bool[Tensor, "T C"] | None  # only from the candidate source
+    scores: Float[Tensor, "T C"]  # as used for the choice: -inf is unreachable or filtered out
+
+
+class Indexer(nn.Module):
+    """Scores and selection of one index source layer; with `wk` and `k_norm` if the layer also owns the keys."""
+
+    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics) -> None:
+        super().__init__()
+        self.config, self.layer, self.numerics = config.indexer, layer, numerics
+        self.is_candidate_source = layer == config.indexer.candidate_source_layer
+        self.last_source = config.kv_source_layers[-1]
+        ix = config.indexer
+        fmt = "fp8" if config.quantized else "bf16"
+        self.wq_b = Linear(config.attention.q_lora_rank, ix.n_heads * ix.head_dim, fmt, numerics)
+        self.weights_proj = Linear(config.dim, ix.n_heads, "bf16", numerics)
+        if layer in config.kv_source_layers:
+            self.wk = Linear(config.attention.head_dim, ix.head_dim, "bf16", numerics)
+            self.k_norm = RMSNorm(ix.head_dim, config.norm_eps)
+
+    def keys(self, latent: Float[Tensor, "T Dh"], entry_rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Di"]:
+        """Index keys from the latents before rotation; rotated at the entry's own position."""
+        return self._rounded(rotate_last(self.k_norm(self.wk(latent)), entry_rotation))
+
+    def forward(
+        self,
+        x: Float[Tensor, "T D"],
+        query_latent: Float[Tensor, "T Rq"],
+        rotation: Float[Tensor, "T half 2"],
+        rows: Rows,
+        shared: Shared,
+        cache: ModelCache,
+    ) -> IndexerOutput:
+        """Choose entries for each row among the visible ones of `shared.pool` (and of `shared.candidates`, if there are any)."""
+        assert shared.pool is not None
+        ix, ratio = self.config, shared.pool.ratio
+        q = rotate_last(self.wq_b(query_latent).unflatten(1, (ix.n_heads, ix.head_dim)), rotation)
+        weights = self.weights_proj(x) * (ix.head_dim**-0.5 * ix.n_heads**-0.5)
+        q = self._rounded(q)
+        scores = self._scores(q, weights, shared.pool.keys_of_sequences(rows), rows.seq_ids)
+        if self.numerics.published_index_keys and ratio == 2:
+            scores = self._with_published_keys(scores, q, weights, rows, cache)
+
+        n_visible = (rows.positions + 1) // ratio
+        entry = torch.arange(scores.shape[1], device=scores.device)
+        scores = scores.masked_fill(entry >= n_visible[:, None], NEG_INF)
+        candidates = None
+        if self.is_candidate_source:
+            # The source itself chooses among all visible entries; the mask is for the layers above.
+            candidates = candidate_mask(scores, n_visible, ix.candidate_block_size, ix.candidate_topk_blocks)
+        elif shared.candidates is not None:
+            scores = scores.masked_fill(~shared.candidates, NEG_INF)
+        # An entry outside the candidates is never chosen, even if fewer than topk candidates exist (specification U3).
+        return IndexerOutput(select_entries(scores, ix.topk), candidates, scores)
+
+    def _rounded(self, x: Float[Tensor, "... Di"]) -> Float[Tensor, "... Di"]:
+        return round_fp4_ue8m0(x) if self.numerics.precision.round_caches else x
+
+    def _scores(
+        self, q: Float[Tensor, "T Hi Di"], weights: Float[Tensor, "T Hi"], keys: Float[Tensor, "B C Di"], seq_ids: Int[Tensor, " T"]
+    ) -> Float[Tensor, "T C"]:
+        """`sum_h relu(q_h . k_c) * w_h`, each step rounded to the activation dtype as published (specification U2)."""
+        ops = self.numerics.ops
+        if keys.shape[0] == 1 and not ops.batch_invariant:
+            t, hi, _ = q.shape
+            dots = ops.matmul(q.flatten(0, 1), keys[0]).unflatten(0, (t, hi))
+            return self._combine(dots, weights)
+        step = ROW_TILE if ops.batch_invariant else SCORE_ROWS
+        parts = []
+        for start in range(0, q.shape[0], step):
+            part = slice(start, start + step)
+            dots = ops.batched_matmul(q[part], keys[seq_ids[part]].transpose(1, 2))
+            parts.append(self._combine(dots, weights[part]))
+        return torch.cat(parts)
+
+    @staticmethod
+    def _combine(dots: Float[Tensor, "T Hi C"], weights: Float[Tensor, "T Hi"]) -> Float[Tensor, "T C"]:
+        return (torch.relu(dots) * weights[:, :, None]).sum(dim=1)
+
+    def _with_published_keys(
+        self, scores: Tensor, q: Tensor, weights: Tensor, rows: Rows, cache: ModelCache
+    ) -> Float[Tensor, "T C"]:
+        """Scores as the published decode computes them at positions that leave a group incomplete (specification U1)."""
+        foreign = self._scores(q, weights, cache.pools[self.last_source].keys_of_sequences(rows), rows.seq_ids)
+        is_decode = (rows.offsets == 0) & (rows.remaining == 0) & (rows.positions > 0)
+        incomplete = is_decode & (rows.positions % 2 == 0)
+        return torch.where(incomplete[:, None], foreign[:, : scores.shape[1]], scores)

@@ -1,0 +1,97 @@
+"""The query rows of one forward: all sequences packed, with where each row stands beside it.
+
+A prefill chunk, a decode step and the verification of drafts are the same forward with other rows. Rows of one sequence are
+consecutive and their positions ascend by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.dims import Int, Tensor
+from deepinfer.errors import ShapeError
+
+TRASH_SLOT = 0  # ring slot and cache block that padding rows write to; nothing reads them
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Packed query rows.
+
+    Attributes:
+        token_ids: the token fed in each row.
+        positions: its absolute 0-based position.
+        seq_ids: which sequence of this step the row belongs to, an index into `slots` and `block_tables`.
+        offsets: rows of the same sequence before this one in this step.
+        remaining: rows of the same sequence after this one in this step.
+        slots: ring slot of each sequence.
+        block_tables: cache blocks of each sequence, in position order; unused places hold the trash block.
+        block_size: tokens in a cache block.
+    """
+
+    token_ids: Int[Tensor, " T"]
+    positions: Int[Tensor, " T"]
+    seq_ids: Int[Tensor, " T"]
+    offsets: Int[Tensor, " T"]
+    remaining: Int[Tensor, " T"]
+    slots: Int[Tensor, " B"]
+    block_tables: Int[Tensor, "B blocks"]
+    block_size: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions that the block tables of this step can address: an upper bound of every key position."""
+        return self.block_tables.shape[1] * self.block_size
+
+    @property
+    def row_slots(self) -> Int[Tensor, " T"]:
+        """Ring slot of each row."""
+        return self.slots[self.seq_ids]
+
+
+def pack_rows(
+    chunks: Sequence[tuple[Sequence[int] | Int[Tensor, " n"], int]],
+    slots: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> Rows:
+    """Pack `(token ids, first position)` of each sequence into rows.
+
+    Block tables are cut to the blocks that the step can reach and padded with the trash block.
+    """
+    if not len(chunks) == len(slots) == len(block_tables):
+        raise ShapeError(f"{len(chunks)} chunks, {len(slots)} slots, {len(block_tables)} block tables: counts must agree")
+    tokens, positions, seq_ids, offsets, remaining, needed = [], [], [], [], [], 1
+    for seq_id, (ids, start) in enumerate(chunks):
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        n = ids.shape[0]
+        steps = torch.arange(n)
+        tokens.append(ids)
+        positions.append(steps + start)
+        seq_ids.append(torch.full((n,), seq_id))
+        offsets.append(steps)
+        remaining.append(n - 1 - steps)
+        reached = -(-(start + n) // block_size)
+        if reached > len(block_tables[seq_id]):
+            raise ShapeError(f"sequence {seq_id} reaches position {start + n - 1}, its {len(block_tables[seq_id])} blocks do not")
+        needed = max(needed, reached)
+    table = torch.full((len(chunks), needed), TRASH_SLOT)
+    for seq_id, blocks in enumerate(block_tables):
+        part = torch.as_tensor(blocks[:needed])
+        table[seq_id, : part.shape[0]] = part
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+    return Rows(
+        token_ids=joined(tokens),
+        positions=joined(positions),
+        seq_ids=joined(seq_ids),
+        offsets=joined(offsets),
+        remaining=joined(remaining),
+        slots=torch.as_tensor(slots, dtype=torch.int64, device=device),
+        block_tables=table.to(device),
+        block_size=block_size,
+    )

@@ -1,0 +1,31 @@
+"""Activations and normalisation, float32 inside.
+
+`torch.sigmoid`, `softplus` and `silu` are used as they are, because the recordings were made with them and other spellings
+differ in the last bit. In the scalar tail of a CPU tensor they take another code path than in its vector part, so where a
+value must not depend on its place in a tensor they run in fixed row tiles (`Ops.pointwise`).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from deepinfer.dims import Float, Tensor
+
+
+def sqrt_softplus(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """`sqrt(log(1 + exp(x)))`, with x itself for the logarithm above torch's threshold of 20: the router's scores."""
+    return torch.sqrt(F.softplus(x))
+
+
+def swiglu(gate: Float[Tensor, "... F"], up: Float[Tensor, "... F"], limit: float) -> Float[Tensor, "... F"]:
+    """`silu(gate) * up` in float32, `up` clamped to +-limit and `gate` from above; a limit of 0 means no clamp (section 9)."""
+    gate, up = gate.float(), up.float()
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
+
+
+def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "... D"]:
+    """`x * rsqrt(mean(x^2) + eps) * weight` in float32, one rounding to the input's dtype at the end (section 5)."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (scaled * weight.float()).to(x.dtype)
