@@ -1,0 +1,57 @@
+"""How an engine runs a model: precision, device, and the sizes of its steps and caches."""
+
+from dataclasses import dataclass
+
+from deepinfer.errors import ConfigError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Settings of `LLMEngine.from_pretrained`.
+
+    Attributes:
+        precision: a name in `deepinfer.model.numerics.PRECISIONS`.
+        device: None is the accelerator if there is one, else the CPU.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most rows in a step; longer prompts are prefilled in chunks.
+        max_model_len: longest sequence, prompt and output together; None is the model's own limit.
+        block_size: tokens in a cache block.
+        num_blocks: cache blocks; None sizes the pool from free memory. A small pool forces preemption.
+        async_scheduling: steps that the host runs ahead of the device: 0 is the plain loop, 1 overlaps.
+        batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
+        max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
+        seed: seeds of requests that bring none derive from it.
+    """
+
+    precision: str = "native"
+    device: str | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    block_size: int = 64
+    num_blocks: int | None = None
+    async_scheduling: int = 1
+    batch_invariant: bool = False
+    max_queued_requests: int = 100_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def require(name: str, condition: bool, rule: str) -> None:
+            if not condition:
+                raise ConfigError(f"EngineConfig.{name} = {getattr(self, name)!r}: {rule}")
+
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queued_requests"):
+            value = getattr(self, name)
+            require(
+                name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "expected an integer of at least 1"
+            )
+        require("block_size", self.block_size % 2 == 0, "must be even: a ratio-2 group may not straddle blocks")
+        for name in ("max_model_len", "num_blocks"):
+            value = getattr(self, name)
+            require(name, value is None or (isinstance(value, int) and value >= 1), "expected None or an integer of at least 1")
+        require("async_scheduling", self.async_scheduling in (0, 1), "expected 0 (plain loop) or 1 (one step ahead)")
+        require("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, "must be at least max_num_seqs")
+        require("batch_invariant", isinstance(self.batch_invariant, bool), "expected True or False")
+        require("seed", isinstance(self.seed, int) and self.seed >= 0, "expected an integer of at least 0")

@@ -1,0 +1,70 @@
+"""Drawing tokens from logits: temperature, filters, position-keyed noise, log probabilities.
+
+Every row is treated alone, so batch mates do not matter. Order as in vLLM: temperature, min-p, top-k, top-p.
+"""
+
+import torch
+
+from deepinfer.dims import Float, Int, Tensor
+from deepinfer.ops.noise import gumbel
+from deepinfer.ops.select import NEG_INF, topk_stable
+
+MIN_TEMPERATURE = 1e-5
+
+
+def filter_logits(
+    logits: Float[Tensor, "B V"], top_k: Int[Tensor, " B"], top_p: Float[Tensor, " B"], min_p: Float[Tensor, " B"]
+) -> Float[Tensor, "B V"]:
+    """Set filtered tokens to -inf. Equal probabilities rank by lower id; the most probable token always stays.
+
+    `top_k` 0 keeps all. `logits` are already divided by the temperature.
+    """
+    probabilities = torch.softmax(logits, dim=-1)
+    highest = probabilities.amax(dim=-1, keepdim=True)
+    logits = logits.masked_fill(probabilities < min_p[:, None] * highest, NEG_INF)
+    values, ids = topk_stable(logits, logits.shape[1])
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    values = values.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), NEG_INF)
+    sorted_probabilities = torch.softmax(values, dim=-1)
+    mass_before = sorted_probabilities.cumsum(dim=-1) - sorted_probabilities
+    values = values.masked_fill((mass_before >= top_p[:, None]) & (rank > 0), NEG_INF)
+    return torch.empty_like(values).scatter(1, ids, values)
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    temperature: Float[Tensor, " B"],
+    top_k: Int[Tensor, " B"],
+    top_p: Float[Tensor, " B"],
+    min_p: Float[Tensor, " B"],
+    seeds: Int[Tensor, " B"],
+    positions: Int[Tensor, " B"],
+    *,
+    any_random: bool = True,
+    any_filter: bool = True,
+) -> Int[Tensor, " B"]:
+    """One token for each row; rows with temperature 0 take the first largest logit.
+
+    `any_random` and `any_filter` are host knowledge that spares the work when no row needs it; they do not change a row's token.
+    """
+    best = logits.argmax(dim=-1)
+    if not any_random:
+        return best
+    scaled = logits / temperature.clamp(min=MIN_TEMPERATURE)[:, None]
+    if any_filter:
+        is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+        scaled = torch.where(is_filtered[:, None], filter_logits(scaled, top_k, top_p, min_p), scaled)
+    drawn = (scaled + gumbel(seeds, positions, logits.shape[1])).argmax(dim=-1)
+    return torch.where(temperature > 0, drawn, best)
+
+
+def token_logprobs(
+    logits: Float[Tensor, "B V"], token_ids: Int[Tensor, " B"], top: int
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"], Float[Tensor, "B top"], Int[Tensor, "B top"]]:
+    """Log probability and rank (from 1) of the chosen tokens, and the `top` most probable tokens with theirs."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logprobs > chosen) | ((logprobs == chosen) & (ids < token_ids[:, None]))
+    values, top_ids = topk_stable(logprobs, top)
+    return chosen.squeeze(1), ahead.sum(dim=1) + 1, values, top_ids

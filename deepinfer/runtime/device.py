@@ -1,0 +1,111 @@
+"""The only module that knows streams and events. Everything a step does on the device is launched through here.
+
+`InlineDevice` runs a launch at once (CPU). `AcceleratorDevice` puts it on a stream. A third back end, for tests, runs queued
+launches late and in any legal order. A launch names what it reads and writes, so that tests can check that every pair of
+conflicting launches is ordered by a stream or an event.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+COMPUTE, COPY = "compute", "copy"  # stream names: the model and the sampler; device-to-host copies
+POLL_S = 2e-5  # between two looks at an event; each look yields to other coroutines
+
+Thunk = Callable[[], None]
+
+
+class Event(Protocol):
+    """A point on a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before the point has completed; never blocks."""
+        ...
+
+
+class Device(Protocol):
+    """Where launches run."""
+
+    torch_device: torch.device
+
+    def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
+        """Queue `thunk` on a stream. `reads` and `writes` name the resources it touches."""
+        ...
+
+    def record(self, stream: str) -> Event:
+        """An event after everything launched on the stream so far."""
+        ...
+
+    def wait(self, stream: str, event: Event) -> None:
+        """Later launches on the stream start after the event."""
+        ...
+
+    def synchronize(self, event: Event) -> None:
+        """Block the host until the event has passed."""
+        ...
+
+
+async def wait_for(device: Device, event: Event) -> None:
+    """Wait for an event while other coroutines run. Cancellation leaves the device as it is."""
+    while not event.query():  # noqa: ASYNC110 - a device event cannot wake a coroutine
+        await asyncio.sleep(POLL_S if device.torch_device.type != "cpu" else 0)
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+
+class InlineDevice:
+    """Runs every launch at once: the CPU."""
+
+    def __init__(self, torch_device: torch.device | str = "cpu") -> None:
+        self.torch_device = torch.device(torch_device)
+
+    def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
+        thunk()
+
+    def record(self, stream: str) -> Event:
+        return _Done()
+
+    def wait(self, stream: str, event: Event) -> None:
+        pass
+
+    def synchronize(self, event: Event) -> None:
+        pass
+
+
+class AcceleratorDevice:
+    """Streams and events of the accelerator that torch names."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._streams = {name: torch.Stream(torch_device) for name in (COMPUTE, COPY)}
+
+    def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
+        with self._streams[stream]:
+            thunk()
+
+    def record(self, stream: str) -> Any:
+        return self._streams[stream].record_event()
+
+    def wait(self, stream: str, event: Any) -> None:
+        self._streams[stream].wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+
+def open_device(torch_device: torch.device) -> Device:
+    """The back end for a torch device."""
+    return InlineDevice(torch_device) if torch_device.type == "cpu" else AcceleratorDevice(torch_device)
+
+
+def free_memory_bytes(torch_device: torch.device) -> int:
+    """Memory that can still be allocated on the device."""
+    if torch_device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.get_device_module(torch_device).mem_get_info(torch_device)[0])

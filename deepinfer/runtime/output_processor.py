@@ -1,0 +1,140 @@
+"""From scheduler events to what users see: text, log probabilities, finished outputs. Runs on the host beside the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from deepinfer.detokenizer import Detokenizer
+from deepinfer.errors import DeepInferError
+from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from deepinfer.runtime.plan import TokenLogprobs
+from deepinfer.runtime.request import Request
+from deepinfer.runtime.scheduler import SequenceEvent
+from deepinfer.runtime.sequence import Sequence, Status
+from deepinfer.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class _Completion:
+    """Text of one sequence so far."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative: float = 0.0
+    is_flushed: bool = False
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request with its sequences and where its outputs go.
+
+    `on_output` is called on the engine's thread with a fresh `RequestOutput` whenever something changed, `on_error` at most once
+    and instead of a finished output.
+    """
+
+    request: Request
+    completions: list[_Completion]
+    on_output: Callable[[RequestOutput], None]
+    on_error: Callable[[DeepInferError], None]
+    first_token_s: float | None = None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [c.sequence for c in self.completions]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(c.sequence.status is Status.FINISHED for c in self.completions)
+
+
+class OutputProcessor:
+    """Turns events into outputs; holds one `LiveRequest` for each unfinished request."""
+
+    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float]) -> None:
+        self.tokenizer, self.precision, self.clock = tokenizer, precision, clock
+        self.live: dict[str, LiveRequest] = {}
+
+    def open(
+        self,
+        request: Request,
+        sequences: list[Sequence],
+        on_output: Callable[[RequestOutput], None],
+        on_error: Callable[[DeepInferError], None],
+    ) -> LiveRequest:
+        """Start following a request."""
+        skip = request.params.skip_special_tokens
+        completions = [_Completion(s, Detokenizer(self.tokenizer, skip_special_tokens=skip)) for s in sequences]
+        self.live[request.request_id] = LiveRequest(request, completions, on_output, on_error)
+        return self.live[request.request_id]
+
+    def process(self, events: list[SequenceEvent]) -> None:
+        """Take in what a step brought and call `on_output` once for each request that it touched."""
+        touched: dict[str, LiveRequest] = {}
+        for event in events:
+            live = self.live.get(event.sequence.request.request_id)
+            if live is None:
+                continue
+            live.first_token_s = live.first_token_s or self.clock()
+            self._extend(live.completions[event.sequence.index], event)
+            touched[live.request.request_id] = live
+        for live in touched.values():
+            self.publish(live)
+
+    def publish(self, live: LiveRequest) -> None:
+        """Hand out the request's present state, and forget it once it has finished."""
+        if live.is_finished:
+            self.live.pop(live.request.request_id, None)
+        live.on_output(self.snapshot(live))
+
+    def _extend(self, completion: _Completion, event: SequenceEvent) -> None:
+        sequence, result = event.sequence, event.result
+        kept = sequence.num_output_tokens - len(completion.logprobs) if result.logprobs else 0
+        for token in result.token_ids:
+            # The end-of-sequence token ends the text but is no part of it, even where special tokens are shown.
+            is_end = sequence.finish_reason == "stop" and sequence.stop_reason is None and token == sequence.request.eos_token_id
+            if not is_end:
+                completion.text += completion.detokenizer.push(token)
+        for token, around in zip(result.token_ids[:kept], result.logprobs or (), strict=False):
+            completion.logprobs.append(self._around(token, around))
+            completion.cumulative += around.logprob
+
+    def _around(self, token: int, around: TokenLogprobs) -> dict[int, Logprob]:
+        entries = {token: Logprob(around.logprob, around.rank, self.tokenizer.decode([token], skip_special_tokens=False))}
+        for rank, (other, value) in enumerate(around.top, start=1):
+            entries.setdefault(other, Logprob(value, rank, self.tokenizer.decode([other], skip_special_tokens=False)))
+        return entries
+
+    def snapshot(self, live: LiveRequest) -> RequestOutput:
+        """An immutable view of the request now."""
+        finished = live.is_finished
+        request = live.request
+        metrics = RequestMetrics(arrival_s=request.arrival_s, first_token_s=live.first_token_s)
+        if finished:
+            preemptions = sum(s.num_preemptions for s in live.sequences)
+            metrics = replace(metrics, finished_s=self.clock(), num_preemptions=preemptions)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[self._completion(c) for c in live.completions],
+            finished=finished,
+            metrics=metrics,
+            precision=self.precision,
+        )
+
+    def _completion(self, c: _Completion) -> CompletionOutput:
+        if c.sequence.status is Status.FINISHED and not c.is_flushed:
+            c.text += c.detokenizer.finish()
+            c.is_flushed = True
+        with_logprobs = c.sequence.request.params.logprobs is not None
+        return CompletionOutput(
+            index=c.sequence.index,
+            text=c.text,
+            token_ids=c.sequence.output_token_ids,
+            cumulative_logprob=c.cumulative if with_logprobs else None,
+            logprobs=list(c.logprobs) if with_logprobs else None,
+            finish_reason=c.sequence.finish_reason,
+            stop_reason=c.sequence.stop_reason,
+            seed=c.sequence.seed,
+        )

@@ -1,0 +1,84 @@
+"""The frozen messages between scheduler and worker: what a step shall do, and what came of it. No torch."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from deepinfer.sampling_params import SamplingParams
+
+NOT_IN_LAST_STEP = -1
+
+
+class StepKind(Enum):
+    PREFILL = "prefill"  # at least one row group longer than a decode step
+    DECODE = "decode"
+    EMPTY_PREFILL = "empty_prefill"  # this rank has no rows, but its peers run a prefill
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequencePlan:
+    """The rows of one sequence in a step.
+
+    Attributes:
+        blocks: its cache blocks, covering every position the rows may reach.
+        start: position of the first row as the host knows it; exact unless `remap` is set and drafts are in flight.
+        token_ids: tokens to feed; empty if the single row's token is still on the device.
+        q_cap: rows.
+        remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host
+            knows all tokens.
+        is_sampling: draw a token after the last row.
+    """
+
+    seq_id: int
+    request_id: str
+    epoch: int
+    slot: int
+    blocks: tuple[int, ...]
+    start: int
+    token_ids: tuple[int, ...]
+    q_cap: int
+    remap: int
+    is_sampling: bool
+    params: SamplingParams
+    seed: int
+    num_output_tokens: int  # produced before this step, in-flight ones included
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerOutputs:
+    """One step."""
+
+    step_seq: int
+    kind: StepKind
+    sequences: tuple[SequencePlan, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(s.q_cap for s in self.sequences)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities around one drawn token: the chosen one with its rank, and the most probable ones."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceResult:
+    """What one sequence got from a step: the tokens drawn, in order."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """The host's copy of a step's outcome, row groups in the plan's order."""
+
+    step_seq: int
+    sequences: tuple[SequenceResult, ...] = field(default=())

@@ -1,0 +1,263 @@
+"""Continuous batching: admit, cut prompts into chunks, preempt, plan the next step, apply the last one's result.
+
+Pure decisions: no clock, no torch, no device. The same scheduler serves the plain loop and the overlapped one; the only
+difference is whether the result of step N has been applied when step N + 1 is planned.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deepinfer.errors import CapacityError
+from deepinfer.runtime.ids import IdPool
+from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
+from deepinfer.runtime.release import DeferredRelease
+from deepinfer.runtime.sequence import Sequence, Status, Ticket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """Sizes the scheduler plans within; slots and blocks include the trash ones."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """Something to tell the user: what a sequence gained, and whether it is over (`sequence.finish_reason`)."""
+
+    sequence: Sequence
+    result: SequenceResult
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start, for statistics and for tests that ask whether a mechanism was exercised."""
+
+    scheduled_tokens: int = 0
+    preemptions: int = 0
+    stale_results: int = 0
+    chunked_prefills: int = 0
+
+
+class Scheduler:
+    """Owns every `Sequence` and the pools of blocks and slots."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.blocks = IdPool(limits.num_blocks)
+        self.slots = IdPool(limits.max_num_seqs + 1)
+        self.release = DeferredRelease(self.blocks, self.slots)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.counters = SchedulerCounters()
+        self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
+        self._last_row_of: dict[int, int] = {}  # seq_id -> row group in the newest planned step
+        self._next_step = 0
+
+    # ---- adding and removing ------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
+        longest = sequence.num_prompt_tokens + sequence.request.max_new_tokens
+        needed = self.limits.blocks_for(longest)
+        if needed > self.blocks.num_usable:
+            raise CapacityError(
+                f"request {sequence.request.request_id}: a prompt of {sequence.num_prompt_tokens} tokens and "
+                f"{sequence.request.max_new_tokens} new ones need {needed} cache blocks of {self.limits.block_size} tokens, "
+                f"the cache has {self.blocks.num_usable}; raise num_blocks or lower max_tokens"
+            )
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        sequence.finish_reason = "abort"
+        self._retire(sequence, Status.FINISHED)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence still has something to plan or a step is in flight."""
+        return bool(self.running or self._in_flight or any(s.status is Status.WAITING for s in self.waiting))
+
+    # ---- planning -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutputs | None:
+        """Plan the next step from confirmed state and in-flight bounds alone; None if nothing can run now."""
+        budget = self.limits.max_num_batched_tokens
+        planned: list[tuple[Sequence, SequencePlan]] = []
+        preempted = False
+        for sequence in list(self.running):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for an older one in this very call
+            count = min(self._wanted(sequence), budget)
+            if count == 0:
+                continue
+            reserved = self._reserve(sequence, count)
+            while not reserved and not self._shortfall_is_on_its_way(sequence, count):
+                victim = self.running[-1]
+                preempted = True
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+                reserved = self._reserve(sequence, count)
+            if reserved:
+                planned.append((sequence, self._plan(sequence, count)))
+                budget -= count
+        if not preempted:
+            for sequence, count in self._admit(budget):
+                planned.append((sequence, self._plan(sequence, count)))
+        return self._commit_plan(planned)
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Rows the sequence could use now, before any budget."""
+        position, known = sequence.next_position, len(sequence.token_ids)
+        if position < known:
+            return known - position
+        # All known tokens are planned. Each sampling step in flight yields one more; feed it from the device, unless the
+        # sequence will have reached its limit by then.
+        expected = sequence.num_output_tokens + sequence.num_sampling_inflight
+        can_grow = sequence.num_sampling_inflight > 0 and expected < sequence.request.max_new_tokens
+        return 1 if can_grow else 0
+
+    def _missing_blocks(self, sequence: Sequence, count: int) -> int:
+        return self.limits.blocks_for(sequence.next_position + count) - len(sequence.blocks)
+
+    def _reserve(self, sequence: Sequence, count: int) -> bool:
+        """Give the sequence blocks for `count` more rows, all or nothing."""
+        missing = self._missing_blocks(sequence, count)
+        if missing > self.blocks.num_free:
+            return False
+        sequence.blocks += self.blocks.take(max(missing, 0))
+        return True
+
+    def _shortfall_is_on_its_way(self, sequence: Sequence, count: int) -> bool:
+        """Whether blocks that wait for a step in flight will be enough: then waiting beats preempting another sequence."""
+        return self.blocks.num_free + len(self.release.held_blocks) >= self._missing_blocks(sequence, count)
+
+    def _admit(self, budget: int) -> Iterator[tuple[Sequence, int]]:
+        while self.waiting and budget > 0 and self.slots.num_free > 0:
+            sequence = self.waiting[0]
+            if sequence.status is Status.FINISHED:
+                self.waiting.popleft()
+                continue
+            count = min(len(sequence.token_ids), budget)
+            if not self._reserve(sequence, count):
+                break
+            self.waiting.popleft()
+            (sequence.slot,) = self.slots.take(1)
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            self.counters.chunked_prefills += count < len(sequence.token_ids)
+            budget -= count
+            yield sequence, count
+
+    def _plan(self, sequence: Sequence, count: int) -> SequencePlan:
+        start, known = sequence.next_position, len(sequence.token_ids)
+        is_on_device = start >= known
+        assert sequence.slot is not None
+        return SequencePlan(
+            seq_id=sequence.seq_id,
+            request_id=sequence.request.request_id,
+            epoch=sequence.epoch,
+            slot=sequence.slot,
+            blocks=tuple(sequence.blocks),
+            start=start,
+            token_ids=() if is_on_device else tuple(sequence.token_ids[start : start + count]),
+            q_cap=count,
+            remap=self._last_row_of[sequence.seq_id] if is_on_device else NOT_IN_LAST_STEP,
+            is_sampling=start + count >= known,
+            params=sequence.request.params,
+            seed=sequence.seed,
+            num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
+            stop_token_ids=sequence.request.stop_token_ids,
+        )
+
+    def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
+        if not planned:
+            return None
+        kind = StepKind.DECODE if all(plan.q_cap == 1 for _, plan in planned) else StepKind.PREFILL
+        step = SchedulerOutputs(step_seq=self._next_step, kind=kind, sequences=tuple(plan for _, plan in planned))
+        self._next_step += 1
+        for sequence, plan in planned:
+            sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.is_sampling))
+        self._last_row_of = {plan.seq_id: row for row, (_, plan) in enumerate(planned)}
+        self._in_flight.append((step, [sequence for sequence, _ in planned]))
+        self.counters.scheduled_tokens += step.num_rows
+        return step
+
+    # ---- applying -----------------------------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[SequenceEvent]:
+        """Commit the oldest step in flight: confirm, append, stop, give memory back. Stale results change nothing."""
+        step, sequences = self._in_flight.popleft()
+        assert step.step_seq == result.step_seq
+        events = []
+        for sequence, outcome in zip(sequences, result.sequences, strict=True):
+            ticket = sequence.tickets.popleft()
+            assert ticket.step_seq == step.step_seq
+            if ticket.epoch != sequence.epoch:
+                self.counters.stale_results += 1
+                continue
+            sequence.confirmed += ticket.q_cap
+            if outcome.error is not None:
+                self.abort(sequence)
+                events.append(SequenceEvent(sequence, outcome))
+            elif ticket.is_sampling:
+                self._append(sequence, outcome.token_ids)
+                events.append(SequenceEvent(sequence, outcome))
+        self.release.drain(step.step_seq)
+        return events
+
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        request = sequence.request
+        for token in token_ids:
+            sequence.token_ids.append(token)
+            is_stop = token in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens
+            if is_stop:
+                sequence.finish_reason = "stop"
+                sequence.stop_reason = None if token == request.eos_token_id else token
+            elif sequence.num_output_tokens >= request.max_new_tokens:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason is not None:
+                self.running.remove(sequence)
+                self._retire(sequence, Status.FINISHED)
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's memory; it will be computed again from its known tokens, before newer requests."""
+        self.running.remove(sequence)
+        self._retire(sequence, Status.WAITING)
+        sequence.confirmed = 0
+        sequence.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _retire(self, sequence: Sequence, status: Status) -> None:
+        """Raise the epoch and send the memory to its pools, behind the newest step that may touch it."""
+        sequence.status = status
+        sequence.epoch += 1
+        if sequence.slot is not None:
+            fence = sequence.tickets[-1].step_seq if sequence.tickets else -1
+            self.release.defer(fence, sequence.blocks, sequence.slot)
+        sequence.blocks, sequence.slot = [], None
+        if not self._in_flight:
+            self.release.drain(self._next_step)
+
+    def check_integrity(self) -> None:
+        """Every block and slot is free, owned by one running sequence, or waiting behind a fence."""
+        self.blocks.check_integrity([i for s in self.running for i in s.blocks] + self.release.held_blocks, "blocks")
+        self.slots.check_integrity([s.slot for s in self.running if s.slot is not None] + self.release.held_slots, "slots")
+        for sequence in self.running:
+            covered = len(sequence.blocks) * self.limits.block_size
+            assert sequence.next_position <= covered, "rows beyond the reserved blocks"

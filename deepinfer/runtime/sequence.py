@@ -1,0 +1,92 @@
+"""The running state of one completion. The scheduler writes it, everybody else reads.
+
+Every number has one owner. `confirmed` counts the tokens whose cache rows are kept and whose successors are known on the host;
+what is on its way is in `tickets`, one for each step that has been planned and not applied. No other length is stored.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from deepinfer.outputs import FinishReason
+from deepinfer.runtime.request import Request
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One planned step of one sequence; popped exactly once, in order, also when the sequence is gone by then.
+
+    Attributes:
+        q_cap: rows scheduled, in tokens.
+        is_sampling: whether the step draws at least one token for this sequence.
+    """
+
+    step_seq: int
+    epoch: int
+    q_cap: int
+    is_sampling: bool
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion of a request.
+
+    Attributes:
+        token_ids: prompt and output tokens known on the host.
+        confirmed: tokens whose cache rows are valid; a prefix of `token_ids`.
+        epoch: raised by preemption, abort and finish; results of an older epoch are stale.
+        slot: place of its window rings, while running.
+        blocks: cache blocks in position order, while running.
+    """
+
+    request: Request
+    index: int
+    seq_id: int
+    token_ids: list[int]
+    confirmed: int = 0
+    tickets: deque[Ticket] = field(default_factory=deque)
+    epoch: int = 0
+    status: Status = Status.WAITING
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def total_inflight_tokens(self) -> int:
+        """Rows planned for the current epoch and not applied yet, in tokens."""
+        return sum(t.q_cap for t in self.tickets if t.epoch == self.epoch)
+
+    @property
+    def num_sampling_inflight(self) -> int:
+        """Planned steps of the current epoch that will draw a token."""
+        return sum(t.is_sampling for t in self.tickets if t.epoch == self.epoch)
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next row to plan."""
+        return self.confirmed + self.total_inflight_tokens
+
+    @property
+    def seed(self) -> int:
+        """Seed of this completion: the request's, one higher for each further completion."""
+        return self.request.seed + self.index
