@@ -19,6 +19,13 @@ def check(condition: bool, name: str, value: object, rule: str) -> None:
         raise ConfigError(f"{name} = {value!r}: {rule}")
 
 
+def check_positive(record: object, *names: str) -> None:
+    """Raise `ConfigError` for the first of the named fields that is below 1."""
+    for name in names:
+        value = getattr(record, name)
+        check(value >= 1, name, value, "must be at least 1")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
     """Rotary position embedding: one plain table for window-only layers, one with YaRN for the others (section 7)."""
@@ -32,8 +39,12 @@ class RopeConfig:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
-        check(self.theta > 0 and self.compress_theta > 0, "rope_theta", self.theta, "must be positive")
+        for name, theta in (("rope_theta", self.theta), ("compress_rope_theta", self.compress_theta)):
+            check(theta > 1, name, theta, "must be above 1")
+        check(self.original_seq_len >= 0, "original_max_position_embeddings", self.original_seq_len, "must not be negative")
         check(self.factor >= 1, "rope_scaling.factor", self.factor, "must be at least 1")
+        for name, beta in (("rope_scaling.beta_fast", self.beta_fast), ("rope_scaling.beta_slow", self.beta_slow)):
+            check(beta > 0, name, beta, "must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +60,7 @@ class AttentionConfig:
     window_size: int  # tokens a query sees, itself included
 
     def __post_init__(self) -> None:
-        for name in ("n_heads", "head_dim", "rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "window_size"):
-            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        check_positive(self, "n_heads", "head_dim", "rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "window_size")
         check(self.rope_head_dim % 2 == 0, "qk_rope_head_dim", self.rope_head_dim, "must be even: channels rotate in pairs")
         check(self.rope_head_dim <= self.head_dim, "qk_rope_head_dim", self.rope_head_dim, f"exceeds head_dim {self.head_dim}")
         check(self.n_heads % self.o_groups == 0, "o_groups", self.o_groups, f"must divide num_attention_heads {self.n_heads}")
@@ -85,6 +95,8 @@ class MoEConfig:
     swiglu_limit: float = 10.0  # 0 means no clamp
 
     def __post_init__(self) -> None:
+        check_positive(self, "inter_dim")
+        check(self.swiglu_limit >= 0, "swiglu_limit", self.swiglu_limit, "must not be negative")
         check(self.inter_dim % QUANT_BLOCK == 0, "moe_intermediate_size", self.inter_dim, f"must be a multiple of {QUANT_BLOCK}")
         check(
             1 <= self.n_activated_experts <= self.n_routed_experts,
@@ -123,6 +135,8 @@ class EngramConfig:
     def __post_init__(self) -> None:
         check(len(self.layer_ids) == len(self.num_embeddings), "engram_num_embeddings", self.num_embeddings, "one per Engram layer")
         if self.layer_ids:
+            check(sorted(set(self.layer_ids)) == list(self.layer_ids), "engram_layer_ids", self.layer_ids, "must ascend")
+            check_positive(self, "vocab_size", "n_heads", "head_dim", "compressed_vocab_size")
             check(self.max_ngram_size >= 2, "engram_max_ngram_size", self.max_ngram_size, "must be at least 2")
             check(self.head_dim % QUANT_BLOCK == 0, "engram_head_dim", self.head_dim, f"must be a multiple of {QUANT_BLOCK}")
 
@@ -173,21 +187,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         ratios, n = self.compress_ratios, self.n_layers
+        check_positive(self, "vocab_size", "dim", "n_layers", "max_seq_len")
+        check(self.norm_eps >= 0, "norm_eps", self.norm_eps, "must not be negative")
+        check(self.draft.n_layers >= 0, "num_nextn_predict_layers", self.draft.n_layers, "must not be negative")
         check(self.dim % QUANT_BLOCK == 0, "hidden_size", self.dim, f"must be a multiple of {QUANT_BLOCK}")
         check(len(ratios) == n + self.draft.n_layers, "compress_ratios", ratios, f"needs {n + self.draft.n_layers} entries")
         check(all(r in (0, 1, 2) for r in ratios), "compress_ratios", ratios, "only the ratios 0, 1 and 2 exist")
         check(not any(ratios[n:]), "compress_ratios", ratios, "draft blocks are window only (ratio 0)")
         self._check_sources()
         self._check_draft()
-        for name, layers in (("engram_layer_ids", self.engram.layer_ids),):
-            check(all(0 <= i < n for i in layers), name, layers, f"ids must lie in [0, {n})")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            check(
-                0 <= getattr(self, name) < self.vocab_size,
-                name,
-                getattr(self, name),
-                f"outside the vocabulary of {self.vocab_size}",
-            )
+        e = self.engram
+        check(all(0 <= i < n for i in e.layer_ids), "engram_layer_ids", e.layer_ids, f"ids must lie in [0, {n})")
+        ids = {name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if e.layer_ids:
+            ids["engram_pad_token_id"] = e.pad_token_id
+        for name, token in ids.items():
+            check(0 <= token < self.vocab_size, name, token, f"outside the vocabulary of {self.vocab_size}")
 
     def _check_sources(self) -> None:
         compressed = [i for i in range(self.n_layers) if self.compress_ratios[i]]

@@ -4,6 +4,8 @@ Every key is understood, known to have no effect on inference, or refused by nam
 """
 
 import json
+import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,10 @@ PARTS: dict[str, type] = {
     "engram": EngramConfig,
     "draft": DraftConfig,
 }
+# How a value must look, by the type of its field; the key's target is looked up in it.
+FIELD_TYPES = {field.name: field.type for field in fields(ModelConfig)} | {
+    f"{part}.{field.name}": field.type for part, record in PARTS.items() for field in fields(record)
+}
 # Keys that a checkpoint without the mechanism may leave out.
 OPTIONAL_PREFIXES = ("engram_", "dspark_", "candidate_", "num_nextn_predict_layers")
 
@@ -124,12 +130,15 @@ def load_config(folder: Path | str) -> ModelConfig:
     """
     path = Path(folder) / "config.json"
     if not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent}: no such folder (expected a checkpoint folder, or the name of a preset)")
+        found = "a file" if path.parent.is_file() else "no such folder"
+        raise CheckpointError(f"{path.parent}: {found} (expected a checkpoint folder, or the name of a preset)")
     if not path.is_file():
         raise CheckpointError(f"{path.parent}: no config.json, so this is not a checkpoint folder")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -164,18 +173,20 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     for key, target in TEXT_KEYS.items():
         if key in text:
-            _store(values, parts, target, _checked_value(key, text[key]))
+            _store(values, parts, target, _checked_value(f"text_config.{key}", text[key], target))
     _read_rope_scaling(text.get("rope_scaling"), values, parts)
     quantization = data.get("quantization_config")
     if quantization is not None:
+        if not isinstance(quantization, dict):
+            raise ConfigError(f"quantization_config: expected an object, got {type(quantization).__name__}")
         extra = sorted(quantization.keys() - QUANTIZATION_FIXED.keys())
         if extra:
             raise ConfigError(f"unknown keys: {', '.join('quantization_config.' + key for key in extra)}")
         _check_fixed(quantization, QUANTIZATION_FIXED, "quantization_config.")
     for key in TOP_KEYS & values.keys():
-        if not (isinstance(values[key], int) or (key == "image_token_id" and values[key] is None)):
+        if not (type(values[key]) is int or (key == "image_token_id" and values[key] is None)):
             raise ConfigError(f"{key} = {values[key]!r}: expected an integer")
-    built = {name: PARTS[name](**fields) for name, fields in parts.items()}
+    built = {name: PARTS[name](**part) for name, part in parts.items()}
     return ModelConfig(**values, **built, quantized=quantization is not None)
 
 
@@ -195,14 +206,19 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return data
 
 
-def _checked_value(key: str, value: Any) -> Any:
-    if isinstance(value, list):
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
-            raise ConfigError(f"text_config.{key} = {value!r}: expected a list of integers")
-        return tuple(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"text_config.{key} = {value!r}: expected a number")
-    return value
+def _checked_value(name: str, value: Any, target: str) -> Any:
+    kind = FIELD_TYPES[target]
+    if kind is int:
+        if type(value) is not int:
+            raise ConfigError(f"{name} = {value!r}: expected an integer")
+        return value
+    if kind is float:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ConfigError(f"{name} = {value!r}: expected a number")
+        return float(value)
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise ConfigError(f"{name} = {value!r}: expected a list of integers")
+    return tuple(value)
 
 
 def _read_rope_scaling(scaling: Any, values: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
@@ -216,7 +232,7 @@ def _read_rope_scaling(scaling: Any, values: dict[str, Any], parts: dict[str, di
     if unknown or missing:
         raise ConfigError(f"text_config.rope_scaling: unknown keys {unknown}, missing keys {missing}")
     for key, target in YARN_KEYS.items():
-        _store(values, parts, target, _checked_value(f"rope_scaling.{key}", scaling[key]))
+        _store(values, parts, target, _checked_value(f"text_config.rope_scaling.{key}", scaling[key], target))
 
 
 def _check_fixed(section: dict[str, Any], fixed: dict[str, Any], prefix: str) -> None:

@@ -4,7 +4,8 @@ Peak memory is the model plus one tensor (none on CPU): tensor data is read stra
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +13,16 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from deepinfer.checkpoint.safetensors_file import (
-    DTYPE_NAMES,
-    StoredTensor,
-    open_checkpoint,
-)
-from deepinfer.checkpoint.tensor_map import TensorSpec, is_ignored, tensor_specs
+from deepinfer.checkpoint.safetensors_file import DTYPE_NAMES, StoredTensor, open_checkpoint
+from deepinfer.checkpoint.tensor_map import TensorSpec, is_ignored, meta_model, tensor_specs
 from deepinfer.config import ModelConfig
 from deepinfer.config_json import load_config
+from deepinfer.dims import Int, Tensor
 from deepinfer.errors import CapacityError, ConfigError, TensorMismatch
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.numerics import Numerics, Ops, precision_named, reference_ops
 from deepinfer.model.transformer import Transformer
+from deepinfer.ops.ngram_hash import hash_primes
 from deepinfer.token_map import build_token_map
 from deepinfer.tokenizer import Tokenizer
 
@@ -67,32 +66,72 @@ def load_model(
         outside = [i for i in expert_ids if not 0 <= i < config.moe.n_routed_experts]
         if outside or len(set(expert_ids)) != len(expert_ids):
             raise ConfigError(f"expert_ids: {outside or 'repeated ids'}; expected distinct ids below {config.moe.n_routed_experts}")
-    with torch.device("meta"):
-        model = Transformer(config, numerics, expert_ids)
-    stored = open_checkpoint(folder)
+    model = meta_model(config, numerics, expert_ids)
     specs = list(tensor_specs(model))
     # A part of a model leaves tensors over by intent.
-    check_tensors(folder, specs, stored, complete=layers is None and expert_ids is None)
-    tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.check_against(config)
-    token_map = build_token_map(tokenizer, config) if config.engram.layer_ids else None
+    stored, token_map = check_folder(folder, config, specs, complete=layers is None and expert_ids is None)
 
     target = torch.device(device) if device is not None else default_device()
-    try:
+    total = sum(stored[spec.name].nbytes for spec in specs)
+    with refuse_what_does_not_fit(f"{folder}: its {total / 2**30:.1f} GiB of tensors", target):
         fill_parameters(model, specs, stored, target, engram, use_tqdm)
-        move_buffers(model, target)
-    except torch.OutOfMemoryError as error:
-        total = sum(t.nbytes for t in stored.values())
-        raise CapacityError(f"{folder}: its {total / 2**30:.1f} GiB of tensors do not fit on {target}") from error
+    return finish_model(model, token_map, target)
+
+
+def check_folder(
+    folder: Path, config: ModelConfig, specs: list[TensorSpec], complete: bool
+) -> tuple[dict[str, StoredTensor], Int[Tensor, " V"] | None]:
+    """Everything that can be wrong with a folder, found by its headers and its tokenizer.
+
+    Returns: the stored tensors, and the Engram token map if the model has an Engram.
+    Raises: CheckpointError, TokenizerError, ConfigError.
+    """
+    check_engram_tables(config)
+    stored = open_checkpoint(folder)
+    check_tensors(folder, specs, stored, complete)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.check_against(config)
+    return stored, build_token_map(tokenizer, config) if config.engram.layer_ids else None
+
+
+def check_engram_tables(config: ModelConfig) -> None:
+    """Raise ConfigError unless each Engram table has as many rows as its hash can address: the sum of its moduli."""
+    e = config.engram
+    if not e.layer_ids:
+        return
+    sums = tuple(sum(primes) for primes in hash_primes(e.layer_ids, e.max_ngram_size, e.n_heads, e.vocab_size))
+    if sums != e.num_embeddings:
+        raise ConfigError(
+            f"engram_num_embeddings = {list(e.num_embeddings)}: the moduli that engram_vocab_size {e.vocab_size}, "
+            f"engram_n_heads {e.n_heads} and engram_max_ngram_size {e.max_ngram_size} lead to add up to {list(sums)}"
+        )
+
+
+def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device: torch.device) -> Transformer:
+    """What is left when the parameters are there: the buffers, the token map, decoded copies. Mutates `model`."""
+    move_buffers(model, device)
     if token_map is not None:
-        model.token_window.token_map = torch.as_tensor(token_map, dtype=torch.int64, device=target)
-    expand_if_small(model)
+        model.token_window.token_map = token_map.to(device)
+    expand_if_small(model, EXPAND_LIMIT_BYTES)
     return model.eval()
+
+
+@contextmanager
+def refuse_what_does_not_fit(what: str, device: torch.device) -> Iterator[None]:
+    """Turn an allocation that fails inside into a CapacityError that begins with `what`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # The CPU's allocator raises a plain RuntimeError.
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise CapacityError(f"{what} do not fit on {device}: {error}") from error
+        raise
 
 
 def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
 
 
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
@@ -144,7 +183,8 @@ def fill_parameters(
     """Allocate each parameter on its device and read its tensors into it. Mutates `model`."""
     by_parameter: dict[str, list[TensorSpec]] = defaultdict(list)
     for spec in specs:
-        by_parameter[spec.parameter].append(spec)
+        if spec.parameter is not None:
+            by_parameter[spec.parameter].append(spec)
     total = sum(stored[spec.name].nbytes for spec in specs)
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not use_tqdm) as progress:
         for name, parts in by_parameter.items():
@@ -183,7 +223,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def expand_if_small(model: Transformer, limit_bytes: int = EXPAND_LIMIT_BYTES) -> None:
+def expand_if_small(model: Transformer, limit_bytes: int) -> None:
     """Keep decoded float32 values beside the stored ones if all of them together stay under the limit. Mutates `model`."""
     matrices = [module for module in model.modules() if isinstance(module, StoredMatrix)]
     members = sum(m.in_features * m.out_features * (m.weight.shape[0] if m.weight.dim() == 3 else 1) for m in matrices)

@@ -5,6 +5,7 @@ The modules carry the checkpoint's own names; only two things differ. Hyper-conn
 Source: specification section 12 and its tensor index.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from deepinfer.config import ModelConfig
 from deepinfer.model.moe import Experts
+from deepinfer.model.numerics import Numerics, precision_named, reference_ops
+from deepinfer.model.transformer import Transformer
 
 # Known tensors that the text model does not use.
 IGNORED = re.compile(r"(vision\.|aligner\.|image_(start|end|newline)$)|.*\.ffn\.gate\.bias_vl$")
@@ -21,13 +25,20 @@ HYPER_CONNECTION = re.compile(r"\.hc_(attn|ffn)\.(fn|base|scale)$")
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One checkpoint tensor: its name, what it must look like, and which parameter (and member of a stack) it fills."""
+    """One checkpoint tensor: its name, what it must look like, and which parameter (and member of a stack) it fills.
+
+    `parameter` is None for a tensor that the text model does not use.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parameter: str
+    parameter: str | None
     member: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def tensor_specs(model: nn.Module) -> Iterator[TensorSpec]:
@@ -42,6 +53,22 @@ def tensor_specs(model: nn.Module) -> Iterator[TensorSpec]:
         suffix = parameter_name.removeprefix(stack)
         for member, expert in enumerate(stacks[stack].expert_ids):
             yield TensorSpec(f"{stack}.{expert}{suffix}", tuple(parameter.shape[1:]), parameter.dtype, parameter_name, member)
+
+
+def meta_model(config: ModelConfig, numerics: Numerics | None = None, expert_ids: tuple[int, ...] | None = None) -> Transformer:
+    """The module tree without memory behind its parameters."""
+    if numerics is None:
+        numerics = Numerics(precision=precision_named("native"), ops=reference_ops())
+    with torch.device("meta"):
+        return Transformer(config, numerics, expert_ids)
+
+
+def stored_specs(config: ModelConfig, expert_ids: tuple[int, ...] | None = None) -> Iterator[TensorSpec]:
+    """Every tensor that a published checkpoint holds for text: the model's, and beside each routing bias the one for images."""
+    for spec in tensor_specs(meta_model(config, expert_ids=expert_ids)):
+        yield spec
+        if spec.name.endswith(".ffn.gate.bias"):
+            yield TensorSpec(f"{spec.name}_vl", spec.shape, spec.dtype, None)
 
 
 def is_ignored(name: str) -> bool:

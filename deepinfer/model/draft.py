@@ -6,7 +6,7 @@ Source: specification section 11.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -103,6 +103,8 @@ class ConfidenceHead(nn.Module):
 class DraftBlock(Block):
     """One DSpark block; the first also projects the features, the last also holds the heads (the checkpoint's layout)."""
 
+    attn: DraftAttention
+
     def __init__(self, config: ModelConfig, index: int, numerics: Numerics) -> None:
         layer = config.n_layers + index
         super().__init__(config, DraftAttention(config, layer, numerics), config.draft_moe, numerics)
@@ -123,13 +125,19 @@ class DSpark(nn.ModuleList):
         super().__init__(DraftBlock(config, index, numerics) for index in range(config.draft.n_layers))
         self.config = config
 
+    @property
+    def blocks(self) -> list[DraftBlock]:
+        """The blocks with their type, which `nn.ModuleList` does not know."""
+        return cast(list[DraftBlock], list(self))
+
     def observe(self, main_hidden: Float[Tensor, "T nD"], rows: Rows, rope: RopeTables, cache: ModelCache) -> None:
         """Take in the features of rows that the backbone has processed. Mutates the draft rings.
 
         Rows that are rejected later may be observed too: the rings hold enough rows that setting the length back undoes them.
         """
-        features = self[0].main_norm(self[0].main_proj(main_hidden))
-        for block in self:
+        first = self.blocks[0]
+        features = first.main_norm(first.main_proj(main_hidden))
+        for block in self.blocks:
             block.attn.observe(features, rows, rope, cache)
 
     def propose(
@@ -151,10 +159,10 @@ class DSpark(nn.ModuleList):
             positions: p; its features and those of the window before it must have been observed.
             rope: rotations at p + 1 .. p + Q, packed.
         """
-        last = self[-1]
+        last = self.blocks[-1]
         streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1)
         pre_mix = first_stream(streams)
-        for block in self:
+        for block in self.blocks:
             streams, pre_mix, _ = block(streams, pre_mix, rope, positions, slots, cache)
         x = collapse(streams, pre_mix)
         plain = head(last.norm(x)).unflatten(0, (token_ids.shape[0], -1))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from deepinfer.config import ModelConfig
@@ -22,6 +23,7 @@ from deepinfer.ops.quantize import round_fp4_ue8m0
 from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.select import NEG_INF, candidate_mask, select_entries
 
+ENTRY_TILE = 64  # entries scored by one product in batch-invariant arithmetic
 SCORE_ROWS = 128  # rows scored at once where each needs its own sequence's keys: bounds the gathered copy
 
 
@@ -105,12 +107,16 @@ class Indexer(nn.Module):
             t, hi, _ = q.shape
             dots = ops.matmul(q.flatten(0, 1), keys[0]).unflatten(0, (t, hi))
             return self._combine(dots, weights)
-        step = ROW_TILE if ops.batch_invariant else SCORE_ROWS
+        # In batch-invariant arithmetic the shape of a product may not depend on how many entries the company has.
+        step, width = (ROW_TILE, ENTRY_TILE) if ops.batch_invariant else (SCORE_ROWS, max(keys.shape[1], 1))
+        count = keys.shape[1]
+        keys = F.pad(keys, (0, 0, 0, -count % width))
         parts = []
         for start in range(0, q.shape[0], step):
             part = slice(start, start + step)
-            dots = ops.batched_matmul(q[part], keys[seq_ids[part]].transpose(1, 2))
-            parts.append(self._combine(dots, weights[part]))
+            tiles = keys[seq_ids[part]].split(width, dim=1)
+            scores = [self._combine(ops.batched_matmul(q[part], tile.transpose(1, 2)), weights[part]) for tile in tiles]
+            parts.append(torch.cat(scores, dim=1)[:, :count])
         return torch.cat(parts)
 
     @staticmethod

@@ -14,7 +14,8 @@ import torch
 from deepinfer.dims import Bool, Float, Tensor
 from deepinfer.errors import ConfigError
 from deepinfer.ops.attend import attend
-from deepinfer.ops.matmul import batched_matmul, block_matmul, matmul, pointwise
+from deepinfer.ops.elementwise import plain, without_tail
+from deepinfer.ops.matmul import batched_matmul, block_matmul, matmul
 
 ROW_TILE = 16  # rows of every product in batch-invariant arithmetic
 
@@ -66,7 +67,7 @@ class BatchedMatmulFn(Protocol):
 
 
 class PointwiseFn(Protocol):
-    """`fn(*inputs)` for a function that maps rows to rows."""
+    """`fn(*inputs)` for an elementwise function of equally shaped inputs."""
 
     def __call__(self, fn: Callable[..., Tensor], *inputs: Any) -> Tensor: ...
 
@@ -106,7 +107,7 @@ def reference_ops(*, batch_invariant: bool = False, static_shapes: bool = False)
         matmul=partial(matmul, row_tile=tile),
         block_matmul=partial(block_matmul, row_tile=tile),
         batched_matmul=partial(batched_matmul, row_tile=tile),
-        pointwise=partial(pointwise, row_tile=tile),
+        pointwise=without_tail if batch_invariant else plain,
         attend=partial(attend, row_tile=tile),
         static_shapes=static_shapes,
         batch_invariant=batch_invariant,

@@ -3,7 +3,7 @@
 Source: specification section 3.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1)
         pre_mix = first_stream(streams)
         shared, features = Shared(), []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(list[Layer], list(self.layers))):
             if layer.engram is not None:
                 streams = layer.engram(streams, window, self.token_window.pad)
             if index in config.draft.target_layer_ids:

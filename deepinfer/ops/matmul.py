@@ -37,12 +37,12 @@ def by_row_tiles(fn: Callable[..., Tensor], tile: int, *inputs: Tensor) -> Tenso
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Products inside do not go through oneDNN. (`torch.backends.mkldnn.flags` does the same but warns about TF32.)"""
-    previous = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
+    previous = bool(torch.backends.mkldnn.enabled)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = previous
+        torch.backends.mkldnn.enabled = previous  # type: ignore[assignment]
 
 
 def plain_kernels(x: Tensor) -> AbstractContextManager[None]:
@@ -79,8 +79,3 @@ def batched_matmul(a: Float[Tensor, "T M K"], b: Float[Tensor, "T K N"], row_til
         if row_tile:
             return by_row_tiles(torch.bmm, row_tile, a, b)
         return torch.bmm(a, b)
-
-
-def pointwise(fn: Callable[..., Tensor], *inputs: Float[Tensor, "T ..."], row_tile: int = 0) -> Float[Tensor, "T ..."]:
-    """`fn(*inputs)` for a function of rows, in tiles of `row_tile` rows when it is not 0."""
-    return by_row_tiles(fn, row_tile, *inputs) if row_tile else fn(*inputs)

@@ -52,7 +52,11 @@ def is_prime(n: int) -> bool:
 
 
 def ngram_rows(
-    window: Int[Tensor, "T Ng"], pad: int, multipliers: Int[Tensor, " Ng"], primes: Int[Tensor, " X"], offsets: Int[Tensor, " X"]
+    window: Int[Tensor, "T Ng"],
+    pad: int | Int[Tensor, ""],
+    multipliers: Int[Tensor, " Ng"],
+    primes: Int[Tensor, " X"],
+    offsets: Int[Tensor, " X"],
 ) -> Int[Tensor, "T X"]:
     """Table rows for the compressed ids `window[:, k]` at look-back k; X = (Ng - 1) * heads columns.
 

@@ -19,9 +19,10 @@ FP4_E4M3_AMAX_FLOOR = 6.0 * 2.0**-9
 def ue8m0_scale(amax: Float[Tensor, "..."], largest: float) -> Float[Tensor, "..."]:
     """The smallest power of two s with `amax * fl32(1 / largest) <= s`, read off the float32 bit pattern.
 
-    The reciprocal is rounded to float32 first, as the published kernels do; an exact power of two is kept.
+    The reciprocal is rounded to float32 first (a Python number is, beside a float32 tensor), as the published kernels do; an
+    exact power of two is kept.
     """
-    ratio = amax.float() * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device)
+    ratio = amax.float() * (1.0 / largest)
     bits = ratio.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return (exponent << 23).view(torch.float32)

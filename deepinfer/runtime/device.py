@@ -30,6 +30,7 @@ class Device(Protocol):
     """Where launches run."""
 
     torch_device: torch.device
+    checks_accesses: bool  # whether the names of what a launch touches are used
 
     def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
         """Queue `thunk` on a stream. `reads` and `writes` name the resources it touches."""
@@ -64,6 +65,7 @@ class InlineDevice:
 
     def __init__(self, torch_device: torch.device | str = "cpu") -> None:
         self.torch_device = torch.device(torch_device)
+        self.checks_accesses = False
 
     def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
         thunk()
@@ -79,21 +81,28 @@ class InlineDevice:
 
 
 class AcceleratorDevice:
-    """Streams and events of the accelerator that torch names."""
+    """Streams and events of the accelerator that torch names. Compute runs on the current stream, copies on one of their own."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self._streams = {name: torch.Stream(torch_device) for name in (COMPUTE, COPY)}
+        self.checks_accesses = False
+        self._copy = torch.Stream(torch_device)
+
+    def _stream(self, name: str) -> torch.Stream:
+        return torch.accelerator.current_stream(self.torch_device) if name == COMPUTE else self._copy
 
     def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
-        with self._streams[stream]:
+        if stream == COMPUTE:
+            thunk()
+            return
+        with self._copy:
             thunk()
 
     def record(self, stream: str) -> Any:
-        return self._streams[stream].record_event()
+        return self._stream(stream).record_event()
 
     def wait(self, stream: str, event: Any) -> None:
-        self._streams[stream].wait_event(event)
+        self._stream(stream).wait_event(event)
 
     def synchronize(self, event: Any) -> None:
         event.synchronize()

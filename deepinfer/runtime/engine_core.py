@@ -19,7 +19,7 @@ from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import OutputProcessor
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits
+from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.limits)
         self.loop = StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
 
-    def _on_events(self, events: list) -> None:  # type: ignore[type-arg]
+    def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
         self.outputs.process(events)

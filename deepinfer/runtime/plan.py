@@ -21,7 +21,7 @@ class SequencePlan:
 
     Attributes:
         blocks: its cache blocks, covering every position the rows may reach.
-        start: position of the first row as the host knows it; exact unless `remap` is set and drafts are in flight.
+        start: position of the first row; with `remap` an upper bound, good for reserving memory only.
         token_ids: tokens to feed; empty if the single row's token is still on the device.
         q_cap: rows.
         remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host

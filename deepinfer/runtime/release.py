@@ -5,6 +5,7 @@ the newest step that was planned with it.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.runtime.ids import IdPool
@@ -22,6 +23,8 @@ class DeferredRelease:
 
     def __init__(self, blocks: IdPool, slots: IdPool) -> None:
         self._blocks, self._slots = blocks, slots
+        # Told of every return before it happens; for tests that poison the memory or check who may still touch it.
+        self.on_return: Callable[[tuple[int, ...], int | None], None] | None = None
         self._queue: deque[_Entry] = deque()
 
     def defer(self, fence: int, blocks: list[int], slot: int | None) -> None:
@@ -33,6 +36,8 @@ class DeferredRelease:
         waiting = deque[_Entry]()
         for entry in self._queue:
             if entry.fence <= completed:
+                if self.on_return is not None:
+                    self.on_return(entry.blocks, entry.slot)
                 self._blocks.give_back(entry.blocks)
                 if entry.slot is not None:
                     self._slots.give_back((entry.slot,))

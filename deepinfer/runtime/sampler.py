@@ -1,6 +1,6 @@
 """From logits to tokens for the sampling rows of a step. Batch mates do not matter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from deepinfer.runtime.plan import SchedulerOutputs, SequenceResult, StepResult,
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingMetadata:
     """Parameters of the S sampling rows; `blocked` names tokens that may not be drawn (min_tokens)."""
 
@@ -21,7 +21,6 @@ class SamplingMetadata:
     top_p: Float[Tensor, " S"]
     min_p: Float[Tensor, " S"]
     seeds: Int[Tensor, " S"]
-    positions: Int[Tensor, " S"]  # absolute position of the token to draw
     blocked: Bool[Tensor, "S V"] | None
     any_random: bool
     any_filter: bool
@@ -29,12 +28,11 @@ class SamplingMetadata:
 
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return SamplingMetadata(**moved)
+        tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerOutput:
     """What the sampler drew, on the device or (after `to_host`) on the host."""
 
@@ -46,12 +44,11 @@ class SamplerOutput:
 
     def to_host(self) -> "SamplerOutput":
         """Host copies, made without waiting; valid once the event recorded after them has passed."""
-        return SamplerOutput(**{name: _host_copy(getattr(self, name)) for name in self.__slots__})
+        tensors = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: _host_copy(value) for name, value in tensors.items()})
 
 
-def _host_copy(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
+def _host_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -74,7 +71,6 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=torch.tensor([_wrapped(seq.seed) for seq in rows], dtype=torch.int64),
-        positions=torch.tensor([seq.start + seq.q_cap for seq in rows], dtype=torch.int64),
         blocked=blocked,
         any_random=any(p.temperature > 0 for p in params),
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
@@ -87,8 +83,8 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def draw(logits: Float[Tensor, "S V"], meta: SamplingMetadata) -> SamplerOutput:
-    """Draw one token for each row; log probabilities are those of the unmodified logits."""
+def draw(logits: Float[Tensor, "S V"], meta: SamplingMetadata, positions: Int[Tensor, " S"]) -> SamplerOutput:
+    """Draw the token at each row's absolute position; log probabilities are those of the unmodified logits."""
     allowed = logits if meta.blocked is None else logits.masked_fill(meta.blocked, NEG_INF)
     token_ids = sample(
         allowed,
@@ -97,7 +93,7 @@ def draw(logits: Float[Tensor, "S V"], meta: SamplingMetadata) -> SamplerOutput:
         meta.top_p,
         meta.min_p,
         meta.seeds,
-        meta.positions,
+        positions,
         any_random=meta.any_random,
         any_filter=meta.any_filter,
     )

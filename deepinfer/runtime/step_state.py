@@ -3,30 +3,33 @@
 Legend: T rows, B row groups (one sequence each), S groups that sample.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 import torch
 
 from deepinfer.dims import Float, Int, Tensor
 from deepinfer.model.rows import TRASH_SLOT, Rows
 from deepinfer.runtime.device import Event
-from deepinfer.runtime.plan import SchedulerOutputs, StepResult
+from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
 
-POISON = -1  # a token that nobody has drawn yet
+POISON = -1  # a token or position that the host does not know
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceMetadata:
-    """A step's inputs, staged on the host and copied to the device with the step; never changed afterwards.
+    """Where a step's rows stand; staged on the host, copied to the device with the step, never changed afterwards.
 
     Attributes:
         token_ids: tokens to feed; `POISON` where the token comes from the step before.
         seq_ids, offsets, remaining: as in `Rows`.
-        starts: first position of each group as the host knows it.
-        remap: group of the same sequence in the step before, -1 if the host knows everything.
+        starts: first position of each group; `POISON` where the step before decides it: the device alone knows true lengths.
+        q_lens: rows of each group.
+        remap: group of the same sequence in the step before; -1 if the host knows everything.
         sample_rows: last row of each group that samples.
         sample_groups: those groups.
+        block_size: tokens in a cache block.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -42,15 +45,23 @@ class SequenceMetadata:
     sample_groups: Int[Tensor, " S"]
     block_size: int
 
-    def to(self, device: torch.device) -> "SequenceMetadata":
-        """A copy on the device."""
-        tensors = {name: getattr(self, name) for name in self.__slots__ if name != "block_size"}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return SequenceMetadata(**moved, block_size=self.block_size)
+    def to(self, device: torch.device) -> Self:
+        """A copy on the device, in one transfer."""
+        names = [f.name for f in fields(self) if f.name != "block_size"]
+        parts = [getattr(self, name) for name in names]
+        packed = torch.cat([part.flatten() for part in parts])
+        if device.type != "cpu":
+            # Pageable memory would make the host wait for the copy.
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        moved = packed.split([part.numel() for part in parts])
+        return replace(self, **{name: m.view(p.shape) for name, m, p in zip(names, moved, parts, strict=True)})
 
 
-def stage_metadata(plan: SchedulerOutputs, block_size: int) -> SequenceMetadata:
-    """Turn a plan into host tensors."""
+def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int) -> SequenceMetadata:
+    """Turn a plan into host tensors, padded to `num_groups` row groups.
+
+    A padding group is one row of the trash sequence: it reads and writes the trash slot and block only.
+    """
     tokens: list[int] = []
     seq_ids: list[int] = []
     offsets: list[int] = []
@@ -63,8 +74,19 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int) -> SequenceMetadata:
         remaining += range(seq.q_cap - 1, -1, -1)
         if seq.is_sampling:
             sample_rows.append(len(tokens) - 1)
+    pad = num_groups - len(plan.sequences)
+    tokens += [0] * pad
+    seq_ids += range(len(plan.sequences), num_groups)
+    offsets += [0] * pad
+    remaining += [0] * pad
     width = max((-(-(seq.start + seq.q_cap) // block_size) for seq in plan.sequences), default=1)
-    table = [list(seq.blocks[:width]) + [TRASH_SLOT] * (width - len(seq.blocks)) for seq in plan.sequences]
+    table = torch.full((num_groups, width), TRASH_SLOT)
+    for group, seq in enumerate(plan.sequences):
+        blocks = seq.blocks[:width]
+        table[group, : len(blocks)] = torch.tensor(blocks)
+
+    def per_group(values: list[int], filler: int) -> Int[Tensor, " B"]:
+        return torch.tensor(values + [filler] * pad, dtype=torch.int64)
 
     def tensor(values: list[int]) -> Int[Tensor, " n"]:
         return torch.tensor(values, dtype=torch.int64)
@@ -74,11 +96,11 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int) -> SequenceMetadata:
         seq_ids=tensor(seq_ids),
         offsets=tensor(offsets),
         remaining=tensor(remaining),
-        starts=tensor([seq.start for seq in plan.sequences]),
-        q_lens=tensor([seq.q_cap for seq in plan.sequences]),
-        remap=tensor([seq.remap for seq in plan.sequences]),
-        slots=tensor([seq.slot for seq in plan.sequences]),
-        block_tables=torch.tensor(table, dtype=torch.int64).view(len(plan.sequences), width),
+        starts=per_group([seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in plan.sequences], 0),
+        q_lens=per_group([seq.q_cap for seq in plan.sequences], 1),
+        remap=per_group([seq.remap for seq in plan.sequences], NOT_IN_LAST_STEP),
+        slots=per_group([seq.slot for seq in plan.sequences], TRASH_SLOT),
+        block_tables=table,
         sample_rows=tensor(sample_rows),
         sample_groups=tensor([group for group, seq in enumerate(plan.sequences) if seq.is_sampling]),
         block_size=block_size,
@@ -100,35 +122,36 @@ class DeviceOutputs:
     final: Float[Tensor, "S D"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerStepState:
-    """One step on its way. Immutable after submit; the events guard the tensors beside them.
+@dataclass(slots=True, eq=False)
+class StepBox:
+    """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `box` receives the sampler's output and the result exactly once each.
+    `drawn` keeps the sampler's device tensors alive until their copy `host` has been read.
     """
+
+    drawn: SamplerOutput | None = None
+    host: SamplerOutput | None = None
+    copied: Event | None = None
+    result: StepResult | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WorkerStepState:
+    """One step on its way: its plan, its inputs, its outputs, and the events that guard them. Immutable after submit."""
 
     plan: SchedulerOutputs
     metadata: SequenceMetadata
     sampling: SamplingMetadata
     outputs: DeviceOutputs
     forward_done: Event
-    box: "StepBox" = field(default_factory=lambda: StepBox())
-
-
-@dataclass(slots=True)
-class StepBox:
-    """Filled after the forward was submitted: the sampler's output with the event of its copy, then the host's result."""
-
-    sampler: SamplerOutput | None = None
-    copied: Event | None = None
-    result: StepResult | None = None
+    box: StepBox = field(default_factory=StepBox)
 
 
 def build_rows(meta: SequenceMetadata, previous: DeviceOutputs | None) -> tuple[Rows, Int[Tensor, " B"]]:
     """Remap and length correction, on the device: complete a step's inputs from the results of the step before.
 
     A group with `remap >= 0` feeds the token that the step before drew for the same sequence, at the position which that step
-    left behind; the host's start is only an upper bound for it. Returns the rows and each group's corrected start.
+    left behind. Returns the rows and each group's corrected start.
     """
     token_ids, starts = meta.token_ids, meta.starts
     if previous is not None:

@@ -4,79 +4,101 @@ Every launch goes through `Device`; the worker never waits for one. The forward 
 wrote, on the device, so it can be submitted before the host has seen step N's tokens.
 """
 
-from collections.abc import Callable
+import bisect
 
 import torch
 
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import COMPUTE, COPY, Device
-from deepinfer.runtime.plan import SchedulerOutputs, StepResult
+from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.sampler import draw, stage_sampling, to_result
 from deepinfer.runtime.step_state import POISON, DeviceOutputs, WorkerStepState, build_rows, stage_metadata
 
-WorkerCallback = Callable[[WorkerStepState], None]
+
+def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
+    """Names of the cache blocks and ring slots that a step may touch, for devices that check accesses."""
+    return [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
 
 
 class Worker:
-    """Owns the model, its cache and the device; single writer of all of them."""
+    """Owns the model, its cache and the device; single writer of all of them.
 
-    def __init__(self, model: Transformer, sizes: CacheSizes, device: Device) -> None:
-        self.model, self.sizes, self.device = model, sizes, device
+    `decode_buckets`: row counts that decode steps are padded to, ascending; empty pads nothing.
+    """
+
+    def __init__(self, model: Transformer, sizes: CacheSizes, device: Device, decode_buckets: tuple[int, ...] = ()) -> None:
+        self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
         self.cache = model.new_cache(sizes)
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
-        device = self.device.torch_device
-        metadata = stage_metadata(plan, self.sizes.block_size).to(device)
-        sampling = stage_sampling(plan, self.model.config.vocab_size).to(device)
-        groups = len(plan.sequences)
+        device, model = self.device.torch_device, self.model
+        num_groups = self._padded_groups(plan)
+        metadata = stage_metadata(plan, self.sizes.block_size, num_groups)
         outputs = DeviceOutputs(
-            sampled=torch.full((groups,), POISON, device=device),
-            next_start=torch.full((groups,), POISON, device=device),
+            sampled=torch.full((num_groups,), POISON, device=device),
+            next_start=torch.full((num_groups,), POISON, device=device),
             final=torch.empty(
-                (metadata.sample_rows.shape[0], self.model.config.dim),
-                dtype=self.model.numerics.precision.activation_dtype,
-                device=device,
+                (metadata.sample_rows.shape[0], model.config.dim), dtype=model.numerics.precision.activation_dtype, device=device
             ),
         )
         before = None if previous is None else previous.outputs
 
         @torch.inference_mode()
         def forward() -> None:
-            rows, starts = build_rows(metadata, before)
-            outputs.next_start.copy_(starts + metadata.q_lens)
-            hidden = self.model.forward_rows(rows, self.cache)
-            outputs.final.copy_(hidden.final[metadata.sample_rows])
+            on_device = metadata.to(device)
+            rows, starts = build_rows(on_device, before)
+            outputs.next_start.copy_(starts + on_device.q_lens)
+            hidden = model.forward_rows(rows, self.cache)
+            outputs.final.copy_(hidden.final[on_device.sample_rows])
 
-        reads = ["weights"] if before is None else ["weights", before]
-        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, "cache"])
-        forward_done = self.device.record(COMPUTE)
-        return WorkerStepState(plan=plan, metadata=metadata, sampling=sampling, outputs=outputs, forward_done=forward_done)
+        places = cache_places(plan) if self.device.checks_accesses else []
+        reads = [metadata, *([before] if before else [])]
+        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, self.cache, *places])
+        return WorkerStepState(
+            plan=plan,
+            metadata=metadata,
+            sampling=stage_sampling(plan, model.config.vocab_size),
+            outputs=outputs,
+            forward_done=self.device.record(COMPUTE),
+        )
 
     def submit_sampler(self, state: WorkerStepState) -> None:
         """Launch the sampler of a step and the copy of what it draws. Fills the step's box."""
+        device, box = self.device.torch_device, state.box
 
         @torch.inference_mode()
         def sampler() -> None:
-            state.box.sampler = draw(self.model.logits(state.outputs.final), state.sampling)
-            state.outputs.sampled[state.metadata.sample_groups] = state.box.sampler.token_ids
+            groups = state.metadata.sample_groups.to(device)
+            logits = self.model.logits(state.outputs.final)
+            box.drawn = draw(logits, state.sampling.to(device), state.outputs.next_start[groups])
+            state.outputs.sampled[groups] = box.drawn.token_ids
 
         @torch.inference_mode()
         def copy() -> None:
-            assert state.box.sampler is not None
-            state.box.sampler = state.box.sampler.to_host()
+            assert box.drawn is not None
+            box.host = box.drawn.to_host()
 
-        self.device.launch(COMPUTE, sampler, reads=["weights"], writes=[state.outputs])
+        self.device.launch(COMPUTE, sampler, reads=[state.sampling], writes=[state.outputs, box])
         self.device.wait(COPY, self.device.record(COMPUTE))
-        self.device.launch(COPY, copy, reads=[state.outputs], writes=[])
-        state.box.copied = self.device.record(COPY)
+        self.device.launch(COPY, copy, reads=[], writes=[box])
+        box.copied = self.device.record(COPY)
 
     def result(self, state: WorkerStepState) -> StepResult:
         """The host's view of a step whose copy event has passed."""
-        assert state.box.copied is not None
-        assert state.box.copied.query(), "read before its event"
-        assert state.box.sampler is not None
-        if state.box.result is None:
-            state.box.result = to_result(state.plan, state.box.sampler)
-        return state.box.result
+        box = state.box
+        assert box.copied is not None
+        assert box.copied.query(), "read before its event"
+        if box.result is None:
+            assert box.host is not None
+            box.result = to_result(state.plan, box.host)
+            box.drawn = box.host = None
+        return box.result
+
+    def _padded_groups(self, plan: SchedulerOutputs) -> int:
+        count = len(plan.sequences)
+        place = bisect.bisect_left(self.decode_buckets, count)
+        if plan.kind is not StepKind.DECODE or place == len(self.decode_buckets):
+            return count
+        return self.decode_buckets[place]

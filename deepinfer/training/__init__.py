@@ -2,6 +2,7 @@
 
 corpus      collect the Python sources that are already installed, split off the held-out part, write the manifest
 tokenizer   learn the byte-level BPE, write it in the published layout, turn both parts of the corpus into ids
+mini_config the sizes of the model
 pretrain    train the backbone on the ids
 quantize    finish it under the FP8/FP4 formats, so that the export loses little
 distill     train the draft blocks on the frozen backbone

@@ -23,19 +23,24 @@ from tqdm import tqdm
 
 from deepinfer.errors import ConfigError
 
-# What the dependencies of this package bring along, over their recent versions. Not here, because MPL-2.0 asks more of
-# a derived work than a notice: certifi, hypothesis, pathspec, tqdm. Not here, because it is mostly copies of others: pip.
-ALLOWED = tuple(
-    """anyio click einops filelock fsspec h11 httpcore httpcore2 httpx httpx2 huggingface-hub idna iniconfig jaxtyping
+STDLIB = "stdlib"
+MANIFEST = "manifest.json"
+MANIFEST_KEYS = {"inputs", "python", "packages", "held_out_packages", "unused", "train", "held_out", "dropped"}
+HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
+
+# What the dependencies of this package bring along, over their recent versions. Left out for MPL-2.0, which asks for
+# more than a notice: certifi, hypothesis, pathspec, tqdm. Left out as mostly copies of others: pip.
+_NAMES = """
+    anyio click einops filelock fsspec h11 httpcore httpcore2 httpx httpx2 huggingface-hub idna iniconfig jaxtyping
     jinja2 markdown-it-py markupsafe mdurl mpmath mypy mypy-extensions networkx numpy packaging pluggy pygments pytest
     pytest-timeout pyyaml rich safetensors setuptools shellingham sniffio sortedcontainers sympy tokenizers torch
-    truststore typer typing-extensions wadler-lindig""".split()
-)
-# SPDX names, in lower case. Each of them asks for no more than the notices that NOTICES.md keeps.
-PERMISSIVE = frozenset(
-    """0bsd apache-2.0 bsd-2-clause bsd-3-clause bsl-1.0 cc0-1.0 isc mit mit-0 psf-2.0 python-2.0 unlicense zlib
-    llvm-exception""".split()
-)
+    truststore typer typing-extensions wadler-lindig"""
+ALLOWED = tuple(_NAMES.split())
+# SPDX names in lower case. Each of these licences asks for no more than the notices that NOTICES.md keeps.
+_LICENCES = """
+    0bsd apache-2.0 bsd-2-clause bsd-3-clause bsl-1.0 cc0-1.0 isc llvm-exception mit mit-0 psf-2.0 python-2.0 unlicense
+    zlib"""
+PERMISSIVE = frozenset(_LICENCES.split())
 # Older metadata states a licence in words.
 LEGACY_NAMES = {
     "3-clause bsd": "bsd-3-clause",
@@ -43,23 +48,23 @@ LEGACY_NAMES = {
     "apache 2.0": "apache-2.0",
     "apache software": "apache-2.0",
     "bsd": "bsd-3-clause",
+    "isc (iscl)": "isc",
     "python software foundation": "psf-2.0",
     "psf": "psf-2.0",
 }
-STDLIB = "stdlib"
-MANIFEST = "manifest.json"
+
 # Folders whose files another project wrote (and that project's licence covers), or that no source of ours installs.
 FOREIGN_FOLDERS = re.compile(r"(^|/)([^/]*vendor[^/]*|third_party|site-packages|dist-packages|__pycache__)/")
-
 MAX_FILE_BYTES = 200_000
 MAX_MEAN_LINE = 200
 MAX_DIGIT_SHARE = 0.4
-# A file of which more lines than this hold only literals is a table: codec maps, word lists of lexers, recorded results.
+# A file in which more lines than this hold only literals is a table: codec maps, word lists, recorded results.
 MAX_LITERAL_SHARE = 0.6
-_LITERAL = r"""(?:[rbuRBU]{0,2}(?:"[^"]*"|'[^']*')|[-+]?\d[\w.]*)"""
-LITERAL_LINE = re.compile(rf"[\s\[\](){{}},:+]*{_LITERAL}(?:[\s\[\](){{}},:+]*{_LITERAL})*[\s\[\](){{}},:+]*(?:#.*)?")
+_LITERAL = r"""[\s\[\](){},:+-]*+(?:[rbuRBU]{0,2}(?:"[^"]*+"|'[^']*+')|\d[\w.]*+)"""
+# Possessive throughout: the same digits can be cut in many ways, and trying them all takes for ever.
+LITERAL_LINE = re.compile(rf"(?:{_LITERAL})++[\s\[\](){{}},:]*+(?:#.*)?")
 
-# A line that is longer says something of its own; a file may share this part of such lines with the held-out files.
+# A longer line says something of its own; a file may share this part of such lines with the held-out files.
 TRIVIAL_LINE = 20
 MAX_SHARED = 0.3
 # A held-out file with fewer lines of its own is nobody's to copy: its imports alone would accuse every file.
@@ -99,62 +104,43 @@ def is_permissive(expression: str) -> bool:
     return bool(licences) and PERMISSIVE.issuperset(licences)
 
 
-def check_licence(name: str, stated: Iterable[str]) -> str:
-    """Join what the metadata states.
+def check_licence(name: str, metadata: importlib.metadata.PackageMetadata) -> str:
+    """Returns: all the licences that the metadata states, joined.
 
-    Raises: ConfigError if nothing is stated or any statement is not permissive.
+    Raises: ConfigError if it states none, or any that is not permissive.
     """
-    stated = list(stated)
-    refused = [licence for licence in stated if not is_permissive(licence)]
-    if refused or not stated:
+    stated = [text for field in ("License-Expression", "License") for text in metadata.get_all(field) or []]
+    stated += [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or [] if line.startswith("License")]
+    # The old `License` field may hold a licence's whole text, which names none.
+    licences = [text for text in stated if len(text) < 200 and text not in ("OSI Approved", "DFSG approved")]
+    refused = [licence for licence in licences if not is_permissive(licence)]
+    if refused or not licences:
         what = ", ".join(refused) or "no licence"
         raise ConfigError(f"{name} states {what}: only permissive sources are collected. Take it off ALLOWED.")
-    return "; ".join(dict.fromkeys(stated))
+    return "; ".join(dict.fromkeys(licences))
 
 
-def stated_licences(metadata: importlib.metadata.PackageMetadata) -> list[str]:
-    """Every licence that the metadata names; a licence's whole text in the old `License` field names none."""
-    fields = [metadata.get("License-Expression"), metadata.get("License")]
-    classifiers = [
-        line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or [] if line.startswith("License")
-    ]
-    approvals = ("OSI Approved", "DFSG approved")
-    return [text for text in fields if text and len(text) < 200] + [
-        name for name in classifiers if name not in approvals
-    ]
-
-
-def stdlib_source(root: Path | None = None) -> Source:
-    root = root or Path(sysconfig.get_path("stdlib"))
-    paths = tuple(sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if path.is_file()))
-    return Source(
-        name=STDLIB,
-        version=platform.python_version(),
-        licence="PSF-2.0",
-        root=root,
-        paths=tuple(path for path in paths if not FOREIGN_FOLDERS.search(path)),
-    )
+def stdlib_source() -> Source:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    own = tuple(path for path in paths if not FOREIGN_FOLDERS.search(path))
+    return Source(name=STDLIB, version=platform.python_version(), licence="PSF-2.0", root=root, paths=own)
 
 
 def find_sources(allowed: Iterable[str] = ALLOWED) -> tuple[list[Source], dict[str, str]]:
     """Returns: the standard library and the installed packages, by name; and name -> why the others are not used."""
     sources, unused = [stdlib_source()], {}
-    for name in sorted(allowed):
+    for name in allowed:
         try:
             found = importlib.metadata.distribution(name)
-            licence = check_licence(name, stated_licences(found.metadata))
-        except importlib.metadata.PackageNotFoundError:
-            unused[name] = "not installed"
-            continue
-        except ConfigError as error:
+            licence = check_licence(name, found.metadata)
+        except (importlib.metadata.PackageNotFoundError, ConfigError) as error:
             unused[name] = str(error)
             continue
         paths = sorted(path.as_posix() for path in found.files or () if path.suffix == ".py" and ".." not in path.parts)
-        paths = [path for path in paths if not FOREIGN_FOLDERS.search(path)]
+        own = tuple(path for path in paths if not FOREIGN_FOLDERS.search(path))
         root = Path(str(found.locate_file("")))
-        sources.append(Source(name=name, version=found.version, licence=licence, root=root, paths=tuple(paths)))
-        if not paths:
-            unused[name] = "installs no Python source"
+        sources.append(Source(name=name, version=found.version, licence=licence, root=root, paths=own))
     return sorted(sources, key=lambda source: source.name), unused
 
 
@@ -176,9 +162,9 @@ def reason_to_skip(text: str | None) -> str | None:
         return "too large"
     lines = [line for line in text.split("\n") if line.strip()]
     digits = sum(character.isdigit() for character in text)
-    literal = sum(LITERAL_LINE.fullmatch(line) is not None for line in lines if len(line) < 2 * MAX_MEAN_LINE)
     if len(text) / len(lines) > MAX_MEAN_LINE or digits / len(text) > MAX_DIGIT_SHARE:
         return "generated"
+    literal = sum(LITERAL_LINE.fullmatch(line) is not None for line in lines)
     return "table" if literal / len(lines) > MAX_LITERAL_SHARE else None
 
 
@@ -187,10 +173,10 @@ class HeldOut:
     """What no stage may train on, as `held_out.json` names it."""
 
     packages: frozenset[str]
-    modules: frozenset[str]
+    modules: frozenset[str]  # of the standard library
 
     @classmethod
-    def read(cls, path: Path = Path(__file__).with_name("held_out.json")) -> "HeldOut":
+    def read(cls, path: Path = HELD_OUT_FILE) -> "HeldOut":
         try:
             named = json.loads(path.read_text())
             return cls(frozenset(named["packages"]), frozenset(named["modules"]))
@@ -205,7 +191,7 @@ class HeldOut:
         """Whether this is the standard library's own test of a held-out module; it spells out what the module does."""
         folder, _, name = path.partition("/")
         module = name.split("/")[0].removesuffix(".py").removeprefix("test_")
-        return package == STDLIB and folder in ("test", "tests") and module in self.modules
+        return package == STDLIB and folder == "test" and module in self.modules
 
 
 class CopyGuard:
@@ -226,15 +212,43 @@ class CopyGuard:
 
     def is_copy(self, text: str) -> bool:
         lines = self.own_lines(text)
-        shared = [line for line in lines if line in self._owners]
-        if len(shared) > MAX_SHARED * len(lines):
-            return True
+        shared = lines & self._owners.keys()
         taken = Counter(path for line in shared for path in self._owners[line])
-        return any(
-            count > MAX_SHARED * self._sizes[path]
-            for path, count in taken.items()
-            if self._sizes[path] >= MIN_LINES_TO_COPY
-        )
+        large = [path for path in taken if self._sizes[path] >= MIN_LINES_TO_COPY]
+        swallows_one = any(taken[path] > MAX_SHARED * self._sizes[path] for path in large)
+        return swallows_one or len(shared) > MAX_SHARED * len(lines)
+
+
+Dropped = list[dict[str, str]]
+
+
+def split_documents(sources: list[Source], held_out: HeldOut) -> tuple[list[Document], list[Document], Dropped]:
+    """Returns: training documents, held-out documents, and every file that is in neither with the reason."""
+    files = [(source, path) for source in sources for path in source.paths]
+    # Held-out files first: a text that exists twice is then held out and not trained on.
+    files.sort(key=lambda file: (not held_out.has(file[0].name, file[1]), file[0].name, file[1]))
+    train: list[Document] = []
+    held: list[Document] = []
+    dropped: Dropped = []
+    seen: set[str] = set()
+    guard: CopyGuard | None = None
+    for source, path in tqdm(files, desc="collect", unit="file", disable=None):
+        text = read_text(source.root / path)
+        document = Document(source.name, path, text or "", sha256(text or ""))
+        reason = reason_to_skip(text) or ("duplicate" if document.sha256 in seen else None)
+        is_held = held_out.has(source.name, path)
+        if not is_held:
+            guard = guard or CopyGuard(held)
+            if held_out.has_test(source.name, path):
+                reason = "test of a held-out module"
+            elif reason is None and guard.is_copy(document.text):
+                reason = "near copy of a held-out file"
+        if reason:
+            dropped.append({"package": source.name, "path": path, "reason": reason})
+            continue
+        seen.add(document.sha256)
+        (held if is_held else train).append(document)
+    return train, held, dropped
 
 
 def _file_entry(document: Document) -> dict[str, Any]:
@@ -246,48 +260,10 @@ def _package_entries(sources: list[Source], documents: list[Document]) -> list[d
     entries = []
     for source in sources:
         texts = [document.text for document in documents if document.package == source.name]
-        text = "".join(texts)
         entry = {"name": source.name, "version": source.version, "licence": source.licence, "files": len(texts)}
+        text = "".join(texts)
         entries.append(entry | {"bytes": len(text.encode()), "sha256": sha256(text)})
     return [entry for entry in entries if entry["files"]]
-
-
-def split_documents(
-    sources: list[Source], held_out: HeldOut
-) -> tuple[list[Document], list[Document], list[dict[str, str]]]:
-    """Returns: training documents, held-out documents, and every file that is in neither with the reason."""
-    train, held, dropped, seen = [], [], [], set()
-    files = [(source, path) for source in sources for path in source.paths]
-    # Held-out files first: a file that exists twice is then held out and not trained on.
-    files.sort(key=lambda file: (not held_out.has(file[0].name, file[1]), file[0].name, file[1]))
-    guard = None
-    for source, path in tqdm(files, desc="collect", unit="file", disable=None):
-        text = read_text(source.root / path)
-        reason = reason_to_skip(text)
-        document = Document(source.name, path, text or "", sha256(text or ""))
-        is_held = held_out.has(source.name, path)
-        if guard is None and not is_held:
-            guard = CopyGuard(held)
-        if reason is None and document.sha256 in seen:
-            reason = "duplicate"
-        elif reason is None and not is_held:
-            if held_out.has_test(source.name, path):
-                reason = "test of a held-out module"
-            elif guard is not None and guard.is_copy(document.text):
-                reason = "near copy of a held-out file"
-        if reason:
-            dropped.append({"package": source.name, "path": path, "reason": reason})
-        else:
-            seen.add(document.sha256)
-            (held if is_held else train).append(document)
-    return train, held, dropped
-
-
-def inputs_digest(sources: list[Source], held_out: HeldOut) -> str:
-    """A digest of all that decides the corpus short of reading the files; the rules count through this file's bytes."""
-    named = sorted(held_out.packages), sorted(held_out.modules)
-    versions = [(source.name, source.version, source.licence, source.paths) for source in sources]
-    return sha256(json.dumps([Path(__file__).read_text(), named, versions]))
 
 
 def collect_corpus(out: Path, held_out: HeldOut | None = None, sources: list[Source] | None = None) -> dict[str, Any]:
@@ -297,18 +273,21 @@ def collect_corpus(out: Path, held_out: HeldOut | None = None, sources: list[Sou
     """
     held_out = held_out or HeldOut.read()
     sources, unused = (sources, {}) if sources is not None else find_sources()
-    digest = inputs_digest(sources, held_out)
+    # All that decides the corpus short of reading the files; the rules count through the bytes of this file.
+    versions = [(source.name, source.version, source.licence, source.paths) for source in sources]
+    names = sorted(held_out.packages), sorted(held_out.modules)
+    inputs = sha256(json.dumps([Path(__file__).read_text(), names, versions]))
     try:
         manifest = read_manifest(out)
-        if manifest["inputs"] == digest:
+        if manifest["inputs"] == inputs:
             return manifest
     except ConfigError:
-        pass  # missing or damaged: collected anew below
+        pass  # missing or damaged: written anew below
     train, held, dropped = split_documents(sources, held_out)
     if not train or not held:
         raise ConfigError(f"{len(train)} training and {len(held)} held-out files were found; both parts are needed.")
     manifest = {
-        "inputs": digest,
+        "inputs": inputs,
         "python": platform.python_version(),
         "packages": _package_entries(sources, train),
         "held_out_packages": _package_entries(sources, held),
@@ -329,19 +308,11 @@ def read_manifest(out: Path) -> dict[str, Any]:
     path = out / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        missing = {
-            "inputs",
-            "python",
-            "packages",
-            "held_out_packages",
-            "train",
-            "held_out",
-            "dropped",
-        } - manifest.keys()
+        missing = MANIFEST_KEYS - manifest.keys()
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a corpus manifest ({error}). Run `python -m {__spec__.name}`.") from error
+        raise ConfigError(f"{path} is no manifest ({error}); write one with deepinfer.training.corpus") from error
     if missing:
-        raise ConfigError(f"{path} lacks {sorted(missing)}. Run `python -m {__spec__.name}` again.")
+        raise ConfigError(f"{path} lacks {sorted(missing)}; write it again with deepinfer.training.corpus")
     return manifest
 
 
@@ -353,7 +324,7 @@ def corpus_digest(manifest: dict[str, Any]) -> str:
 def read_documents(
     manifest: dict[str, Any], part: Literal["train", "held_out"], sources: list[Source] | None = None
 ) -> Iterator[Document]:
-    """Read one part from the installed files, in the manifest's order (by package, then path).
+    """Read one part from the installed files, in the manifest's order: by package, then path.
 
     Raises: ConfigError if a file is gone or differs from when the manifest was written.
     """
@@ -374,9 +345,7 @@ def main() -> None:
         total = sum(entry["bytes"] for entry in manifest[key])
         print(f"{part}: {sum(entry['files'] for entry in manifest[key])} files, {total / 1e6:.2f} MB")
         for entry in sorted(manifest[key], key=lambda entry: -entry["bytes"]):
-            print(
-                f"  {entry['name']} {entry['version']} ({entry['licence']}): {entry['files']}, {entry['bytes']} bytes"
-            )
+            print("  {name} {version} ({licence}): {files} files, {bytes} bytes".format(**entry))
     for reason, count in Counter(entry["reason"] for entry in manifest["dropped"]).most_common():
         print(f"dropped, {reason}: {count} files")
     for name, reason in manifest["unused"].items():

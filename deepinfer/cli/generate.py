@@ -1,0 +1,155 @@
+"""`deepinfer generate`: text from a checkpoint."""
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from deepinfer.errors import Rejected
+
+if TYPE_CHECKING:
+    from deepinfer import LLMEngine, RequestOutput, SamplingParams
+
+NAME = "generate"
+HELP = "generate text from a checkpoint"
+DESCRIPTION = """Generate text. One prompt streams to the terminal; several, or --json, give one JSON object a line.
+
+The prompt comes from the argument, from a file (--file: the whole file is one prompt; --jsonl: one prompt a line), or from
+standard input if neither is given."""
+
+ENGINE_OPTIONS = (
+    "precision",
+    "device",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_blocks",
+    "async_scheduling",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("prompt", nargs="?", help="the prompt; '-' or nothing reads standard input")
+    parser.add_argument("-m", "--model", required=True, help="a checkpoint folder in the published format, or a preset's name")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("-f", "--file", type=Path, help="read one prompt from a text file")
+    source.add_argument(
+        "--jsonl", type=Path, help='read prompts, one a line: a JSON string, {"prompt": text} or {"prompt_token_ids": [...]}'
+    )
+    parser.add_argument("-o", "--output", type=Path, help="write JSON lines to this file instead of the terminal")
+    parser.add_argument("--json", action="store_true", help="print JSON lines, also for a single prompt")
+
+    sampling = parser.add_argument_group("sampling (as in vLLM)")
+    sampling.add_argument("-n", type=int, default=1, help="completions for each prompt (default 1)")
+    sampling.add_argument("--max-tokens", type=int, default=128, help="most tokens to produce (default 128)")
+    sampling.add_argument("--min-tokens", type=int, default=0, help="no end before this many tokens (default 0)")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all (default 0)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to this mass (default 1)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="keep tokens this fraction as probable as the best (default 0)")
+    sampling.add_argument("--seed", type=int, help="seed of the noise; drawn and reported if not given")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="log probabilities of the chosen and the N best tokens")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native: the published rounding)"
+    )
+    engine.add_argument("--device", help="torch device (default: the accelerator if there is one, else cpu)")
+    engine.add_argument("--max-num-seqs", type=int, default=64, help="most sequences in a step (default 64)")
+    engine.add_argument("--max-num-batched-tokens", type=int, default=2048, help="most tokens in a step (default 2048)")
+    engine.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's)")
+    engine.add_argument("--num-blocks", type=int, help="cache blocks (default: from free memory)")
+    engine.add_argument("--async-scheduling", type=int, choices=(0, 1), default=1, help="steps the host runs ahead (default 1)")
+    engine.add_argument("--batch-invariant", action="store_true", help="a row's bits do not depend on its batch")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, generate, write. Returns the exit code."""
+    prompts = read_prompts(args)
+    from deepinfer import LLMEngine, SamplingParams
+
+    params = SamplingParams(
+        n=args.n,
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+    with LLMEngine.from_pretrained(args.model, batch_invariant=args.batch_invariant, **options) as engine:
+        if len(prompts) == 1 and args.n == 1 and not args.json and args.output is None:
+            return asyncio.run(stream_to(sys.stdout, engine, prompts[0], params))
+        outputs = engine.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    write_jsonl(outputs, args.output)
+    return 130 if any(c.finish_reason == "abort" for o in outputs for c in o.outputs) else 0
+
+
+def read_prompts(args: argparse.Namespace) -> list[Any]:
+    """Prompts from the argument, a file or standard input. Raises: Rejected, naming file and line."""
+    if args.prompt not in (None, "-"):
+        if args.file or args.jsonl:
+            raise Rejected("give the prompt as an argument or as a file, not both")
+        return [args.prompt]
+    try:
+        if args.file:
+            return [args.file.read_text(encoding="utf-8")]
+        if args.jsonl:
+            return [parse_line(args.jsonl, n, line) for n, line in enumerate(args.jsonl.open(encoding="utf-8"), 1) if line.strip()]
+        return [sys.stdin.read()]
+    except OSError as error:
+        raise Rejected(f"{error.filename}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise Rejected(
+            f"{args.file or args.jsonl or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
+
+
+def parse_line(path: Path, number: int, line: str) -> Any:
+    """One prompt of a JSON-lines file."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise Rejected(f"{path}, line {number}: not valid JSON ({error})") from error
+    return value["prompt"] if isinstance(value, dict) and set(value) == {"prompt"} else value
+
+
+async def stream_to(out: TextIO, engine: "LLMEngine", prompt: Any, params: "SamplingParams") -> int:
+    """Write text as it grows, followed by a line of counts on standard error."""
+    shown = 0
+    async for output in engine.stream(prompt, params):
+        completion = output.outputs[0]
+        out.write(completion.text[shown:])
+        out.flush()
+        shown = len(completion.text)
+    out.write("\n")
+    seconds = (output.metrics.finished_s or 0) - output.metrics.arrival_s if output.metrics else 0.0
+    count = len(completion.token_ids)
+    sys.stderr.write(
+        f"[{len(output.prompt_token_ids)} prompt + {count} new tokens in {seconds:.2f} s, "
+        f"{count / max(seconds, 1e-9):.1f} tokens/s, {completion.finish_reason}, precision {output.precision}, seed {completion.seed}]\n"
+    )
+    return 0
+
+
+def write_jsonl(outputs: "list[RequestOutput]", path: Path | None) -> None:
+    """One JSON object for each output, fields as in `RequestOutput`."""
+    lines = [json.dumps(asdict(output), ensure_ascii=False) + "\n" for output in outputs]
+    if path is None:
+        sys.stdout.writelines(lines)
+        return
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise Rejected(f"{path}: cannot be written ({error.strerror})") from error
