@@ -10,17 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import DeepInferError, EngineClosed, StepError
+from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, StepError
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.loop import StepLoop
-from deepinfer.runtime.output_processor import OutputProcessor
+from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
-from deepinfer.runtime.sequence import Sequence
+from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
@@ -49,29 +49,15 @@ class EngineStats:
 
 
 class EngineCore:
-    """Owns scheduler, worker and loop; single writer of their state."""
+    """Owns scheduler, worker and loop; single writer of their state.
+
+    Raises: ConfigError for a length beyond the model's, CapacityError if the cache does not fit.
+    """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device) -> None:
         self.config = config
-        self.max_model_len = min(config.max_model_len or model.config.max_seq_len, model.config.max_seq_len)
-        element_bytes = model.numerics.precision.activation_dtype.itemsize
-        num_blocks = config.num_blocks or choose_num_blocks(
-            model.config,
-            block_size=config.block_size,
-            element_bytes=element_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            free_bytes=free_memory_bytes(device.torch_device),
-        )
-        self.limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-        )
-        sizes = CacheSizes(num_slots=config.max_num_seqs + 1, num_blocks=num_blocks, block_size=config.block_size)
-        self.worker = Worker(model, sizes, device)
+        self.limits = _limits(model, config, device)
+        self.worker = _open_worker(model, self.limits, device)
         self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic)
         self.steps = self.generated_tokens = 0
         self._next_seq_id = 0
@@ -91,7 +77,7 @@ class EngineCore:
         self.outputs.process(events)
 
     async def run(self) -> None:
-        """Step until closed. A failing step ends the requests it could have touched; the engine goes on with a fresh cache."""
+        """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
         while not self._is_closing:
             if not self.scheduler.has_work:
                 self._idle.set()
@@ -103,21 +89,50 @@ class EngineCore:
             try:
                 await self.loop.step()
             except Exception as error:
-                self._fail_all(StepError(f"step {self.steps} failed: {type(error).__name__}: {error}"))
-                logger.exception("step %d failed; its requests were ended", self.steps)
-            if len(self.scheduler.waiting) < self.config.max_queued_requests:
+                logger.exception("step %d failed; the requests in it end", self.steps)
+                self._fail(self._touched(), StepError(f"step {self.steps} failed: {type(error).__name__}: {error}"))
+            if not self._is_full:
                 self._room.set()
             # Submissions, aborts and stream consumers run here, beside the device.
             await asyncio.sleep(0)
-        self._fail_all(EngineClosed("the engine was closed"))
+        self._fail(list(self.outputs.live.values()), EngineClosed("the engine was closed"))
         self._idle.set()
+        # Whoever waits for room or for idleness is answered before the event loop stops.
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
 
-    def _fail_all(self, error: DeepInferError) -> None:
-        lives = list(self.outputs.live.values())
-        self.outputs.live.clear()
+    def _touched(self) -> list[LiveRequest]:
+        """All requests but those that only wait: they have no rows in a step and no memory to lose."""
+
+        def is_touched(sequences: list[Sequence]) -> bool:
+            is_waiting = any(s.status is Status.WAITING for s in sequences)
+            return not is_waiting or any(s.status is Status.RUNNING or s.tickets for s in sequences)
+
+        return [live for live in self.outputs.live.values() if is_touched(live.sequences)]
+
+    def _fail(self, lives: list[LiveRequest], error: DeepInferError) -> None:
+        """End requests with an error, forget every step in flight, and queue the other requests anew."""
+        for live in lives:
+            del self.outputs.live[live.request.request_id]
+        counters = self.scheduler.counters
         self._reset()
+        self.scheduler.counters = counters
+        for live in self.outputs.live.values():
+            for sequence in live.sequences:
+                if sequence.status is Status.WAITING:
+                    self.scheduler.add(sequence)
         for live in lives:
             live.on_error(error)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise CapacityError, naming the sizes, if the cache is too small for the request even when it runs alone."""
+        prompt, new, limits = len(request.prompt_token_ids), request.max_new_tokens, self.limits
+        needed, usable = limits.blocks_for(prompt + new), limits.num_blocks - 1
+        if needed > usable:
+            raise CapacityError(
+                f"request {request.request_id}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
+                f"{limits.block_size} tokens, the cache has {usable}; raise num_blocks or lower max_tokens"
+            )
 
     async def submit(
         self, request: Request, on_output: Callable[[RequestOutput], None], on_error: Callable[[DeepInferError], None]
@@ -126,7 +141,7 @@ class EngineCore:
 
         Raises: CapacityError if it can never fit; EngineClosed.
         """
-        while len(self.scheduler.waiting) >= self.config.max_queued_requests and not self._is_closing:
+        while self._is_full and not self._is_closing:
             self._room.clear()
             await self._room.wait()
         if self._is_closing:
@@ -139,6 +154,11 @@ class EngineCore:
             self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
+
+    @property
+    def _is_full(self) -> bool:
+        # The queue may hold aborted sequences; with nothing but those there is no step that would remove them.
+        return len(self.scheduler.waiting) >= self.config.max_queued_requests and self.scheduler.has_work
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has; unknown or finished ids do nothing."""
@@ -164,7 +184,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters
         return EngineStats(
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=sum(s.status is Status.WAITING for s in self.scheduler.waiting),
             num_running=len(self.scheduler.running),
             free_blocks=self.scheduler.blocks.num_free,
             usable_blocks=self.scheduler.blocks.num_usable,
@@ -174,3 +194,40 @@ class EngineCore:
             preemptions=counters.preemptions,
             stale_results=counters.stale_results,
         )
+
+
+def _limits(model: Transformer, config: EngineConfig, device: Device) -> SchedulerLimits:
+    longest = model.config.max_seq_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"EngineConfig.max_model_len = {config.max_model_len}: the model's longest sequence is {longest}")
+    max_model_len = config.max_model_len or longest
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks + 1  # one is trash
+    else:
+        num_blocks = choose_num_blocks(
+            model.config,
+            block_size=config.block_size,
+            element_bytes=model.numerics.precision.activation_dtype.itemsize,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            free_bytes=free_memory_bytes(device.torch_device),
+        )
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+    )
+
+
+def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device) -> Worker:
+    sizes = CacheSizes(num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size)
+    try:
+        return Worker(model, sizes, device)
+    # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
+    except RuntimeError as error:
+        raise CapacityError(
+            f"a cache for {limits.max_num_seqs} sequences and {limits.num_blocks - 1} blocks of {limits.block_size} tokens does "
+            f"not fit on {device.torch_device}; lower max_num_seqs or num_blocks ({error})"
+        ) from error

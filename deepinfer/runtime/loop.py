@@ -6,40 +6,50 @@ for N's tokens, applies them, and submits the sampler of N + 1, whose masks are 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from deepinfer.runtime.device import wait_for
+from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.step_state import WorkerStepState
 from deepinfer.runtime.worker import Worker
 
 OnEvents = Callable[[list[SequenceEvent]], None]
+SpanFn = Callable[[str], AbstractContextManager[None]]
+
+
+def _no_span(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class StepLoop:
-    """One pipeline of steps. `previous` is the step whose result has not been applied yet, if there is one."""
+    """One pipeline of steps. `previous` is the step whose result has not been applied yet, if there is one.
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, depth: int, on_events: OnEvents) -> None:
-        self.scheduler, self.worker, self.depth, self.on_events = scheduler, worker, depth, on_events
+    `span` brackets the host's phases (see `deepinfer.runtime.trace`).
+    """
+
+    def __init__(self, scheduler: Scheduler, worker: Worker, depth: int, on_events: OnEvents, span: SpanFn = _no_span) -> None:
+        self.scheduler, self.worker, self.depth, self.on_events, self.span = scheduler, worker, depth, on_events, span
         self.previous: WorkerStepState | None = None
 
     async def step(self) -> bool:
-        """Advance by one step; False if there was nothing to do. Cancellation between steps loses nothing."""
+        """Advance by one step; False if there was nothing to do. Not to be cancelled: a step's result would be lost."""
         return await (self._overlapped_step() if self.depth else self._plain_step())
 
     async def _plain_step(self) -> bool:
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         if plan is None:
             return False
-        state = self.worker.submit_forward(plan, None)
+        state = self._submit(plan, None)
         self.worker.submit_sampler(state)
         await self._commit(state)
         return True
 
     async def _overlapped_step(self) -> bool:
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         if plan is None and self.previous is None:
             return False
-        state = None if plan is None else self.worker.submit_forward(plan, self.previous)
+        state = None if plan is None else self._submit(plan, self.previous)
         previous, self.previous = self.previous, state
         if previous is not None:
             await self._commit(previous)  # pre_sampler_sync
@@ -47,11 +57,23 @@ class StepLoop:
             self.worker.submit_sampler(state)
         return True
 
+    def _schedule(self) -> SchedulerOutputs | None:
+        with self.span("schedule"):
+            return self.scheduler.schedule()
+
+    def _submit(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
+        with self.span("submit"):
+            return self.worker.submit_forward(plan, previous)
+
     async def _commit(self, state: WorkerStepState) -> None:
-        """Wait for a step's tokens and apply them."""
+        """Wait for a step's tokens, apply them, and tell the user's side."""
         assert state.box.copied is not None
-        await wait_for(self.worker.device, state.box.copied)
-        self.on_events(self.scheduler.apply(self.worker.result(state)))
+        with self.span("wait"):
+            await wait_for(self.worker.device, state.box.copied)
+        with self.span("apply"):
+            events = self.scheduler.apply(self.worker.result(state))
+        with self.span("callbacks"):
+            self.on_events(events)
 
     async def flush(self) -> None:
         """Apply every step in flight without planning another. Idempotent."""

@@ -15,10 +15,11 @@ from deepinfer.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class _Completion:
-    """Text of one sequence so far."""
+    """Text of one sequence so far; `num_tokens` counts what has been taken into it."""
 
     sequence: Sequence
     detokenizer: Detokenizer
+    num_tokens: int = 0
     text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative: float = 0.0
@@ -89,13 +90,13 @@ class OutputProcessor:
 
     def _extend(self, completion: _Completion, event: SequenceEvent) -> None:
         sequence, result = event.sequence, event.result
-        kept = sequence.num_output_tokens - len(completion.logprobs) if result.logprobs else 0
-        for token in result.token_ids:
-            # The end-of-sequence token ends the text but is no part of it, even where special tokens are shown.
-            is_end = sequence.finish_reason == "stop" and sequence.stop_reason is None and token == sequence.request.eos_token_id
-            if not is_end:
-                completion.text += completion.detokenizer.push(token)
-        for token, around in zip(result.token_ids[:kept], result.logprobs or (), strict=False):
+        # The scheduler drops what a step drew behind the end of the text.
+        kept = result.token_ids[: sequence.num_output_tokens - completion.num_tokens]
+        completion.num_tokens += len(kept)
+        # The token that ended the text is no part of it, even where special tokens are shown.
+        for token in kept[:-1] if sequence.finish_reason == "stop" else kept:
+            completion.text += completion.detokenizer.push(token)
+        for token, around in zip(kept, result.logprobs or (), strict=False):
             completion.logprobs.append(self._around(token, around))
             completion.cumulative += around.logprob
 

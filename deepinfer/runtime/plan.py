@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
-from deepinfer.sampling_params import SamplingParams
+from deepinfer.runtime.request import Request
 
 NOT_IN_LAST_STEP = -1
 
@@ -15,11 +16,12 @@ class StepKind(Enum):
     IDLE = "idle"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """The rows of one sequence in a step.
 
     Attributes:
+        seed: of this completion.
+        num_output_tokens: tokens produced before this step, in-flight ones included.
         blocks: its cache blocks, covering every position the rows may reach.
         start: position of the first row; with `remap` an upper bound, good for reserving memory only.
         token_ids: tokens to feed; empty if the single row's token is still on the device.
@@ -29,8 +31,8 @@ class SequencePlan:
         is_sampling: draw a token after the last row.
     """
 
+    request: Request
     seq_id: int
-    request_id: str
     epoch: int
     slot: int
     blocks: tuple[int, ...]
@@ -39,10 +41,8 @@ class SequencePlan:
     q_cap: int
     remap: int
     is_sampling: bool
-    params: SamplingParams
     seed: int
-    num_output_tokens: int  # produced before this step, in-flight ones included
-    stop_token_ids: frozenset[int]
+    num_output_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +67,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What one sequence got from a step: the tokens drawn, in order."""
 
     token_ids: tuple[int, ...] = ()

@@ -27,9 +27,9 @@ class DeferredRelease:
         self.on_return: Callable[[tuple[int, ...], int | None], None] | None = None
         self._queue: deque[_Entry] = deque()
 
-    def defer(self, fence: int, blocks: list[int], slot: int | None) -> None:
+    def defer(self, fence: int, blocks: tuple[int, ...], slot: int | None) -> None:
         """Queue resources behind step `fence`. Fences never decrease from call to call by more than the pipeline's depth."""
-        self._queue.append(_Entry(fence, tuple(blocks), slot))
+        self._queue.append(_Entry(fence, blocks, slot))
 
     def drain(self, completed: int) -> None:
         """Give back everything whose fence is at most the newest completed step."""

@@ -57,13 +57,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
 def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
     """Sampling parameters of a plan, as host tensors."""
     rows = [seq for seq in plan.sequences if seq.is_sampling]
-    params = [seq.params for seq in rows]
+    params = [seq.request.params for seq in rows]
     blocked = None
-    if any(seq.num_output_tokens < seq.params.min_tokens for seq in rows):
+    if any(seq.num_output_tokens < p.min_tokens for seq, p in zip(rows, params, strict=True)):
         blocked = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for row, seq in enumerate(rows):
-            if seq.num_output_tokens < seq.params.min_tokens:
-                blocked[row, sorted(seq.stop_token_ids)] = True
+            if seq.num_output_tokens < params[row].min_tokens:
+                blocked[row, sorted(seq.request.stop_token_ids)] = True
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     return SamplingMetadata(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -112,8 +112,9 @@ def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
             results.append(SequenceResult())
             continue
         logprobs = None
-        if seq.params.logprobs is not None:
-            logprobs = (_token_logprobs(host, row, seq.params.logprobs),)
+        wanted = seq.request.params.logprobs
+        if wanted is not None:
+            logprobs = (_token_logprobs(host, row, wanted),)
         results.append(SequenceResult(token_ids=(tokens[row],), logprobs=logprobs))
         row += 1
     return StepResult(step_seq=plan.step_seq, sequences=tuple(results))

@@ -97,55 +97,56 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         planned: list[tuple[Sequence, SequencePlan]] = []
         preempted = False
-        for sequence in list(self.running):
+        for sequence in tuple(self.running):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
-            count = min(self._wanted(sequence), budget)
+            start = sequence.next_position
+            count = min(self._wanted(sequence, start), budget)
             if count == 0:
                 continue
-            reserved = self._reserve(sequence, count)
-            while not reserved and not self._shortfall_is_on_its_way(sequence, count):
+            reserved = self._reserve(sequence, start + count)
+            while not reserved and not self._shortfall_is_on_its_way(sequence, start + count):
                 victim = self.running[-1]
                 preempted = True
                 self._preempt(victim)
                 if victim is sequence:
                     break
-                reserved = self._reserve(sequence, count)
+                reserved = self._reserve(sequence, start + count)
             if reserved:
-                planned.append((sequence, self._plan(sequence, count)))
+                planned.append((sequence, self._plan(sequence, start, count)))
                 budget -= count
         if not preempted:
-            for sequence, count in self._admit(budget):
-                planned.append((sequence, self._plan(sequence, count)))
+            planned += [(sequence, self._plan(sequence, start, count)) for sequence, start, count in self._admit(budget)]
         return self._commit_plan(planned)
 
-    def _wanted(self, sequence: Sequence) -> int:
-        """Rows the sequence could use now, before any budget."""
-        position, known = sequence.next_position, len(sequence.token_ids)
+    def _wanted(self, sequence: Sequence, position: int) -> int:
+        """Rows the sequence could use from `position` on, before any budget."""
+        known = len(sequence.token_ids)
         if position < known:
             return known - position
         # All known tokens are planned. Each sampling step in flight yields one more; feed it from the device, unless the
         # sequence will have reached its limit by then.
-        expected = sequence.num_output_tokens + sequence.num_sampling_inflight
-        can_grow = sequence.num_sampling_inflight > 0 and expected < sequence.request.max_new_tokens
+        in_flight = sequence.num_sampling_inflight
+        can_grow = in_flight > 0 and sequence.num_output_tokens + in_flight < sequence.request.max_new_tokens
         return 1 if can_grow else 0
 
-    def _missing_blocks(self, sequence: Sequence, count: int) -> int:
-        return self.limits.blocks_for(sequence.next_position + count) - len(sequence.blocks)
+    def _missing_blocks(self, sequence: Sequence, end: int) -> int:
+        return self.limits.blocks_for(end) - len(sequence.blocks)
 
-    def _reserve(self, sequence: Sequence, count: int) -> bool:
-        """Give the sequence blocks for `count` more rows, all or nothing."""
-        missing = self._missing_blocks(sequence, count)
+    def _reserve(self, sequence: Sequence, end: int) -> bool:
+        """Give the sequence blocks for every position below `end`, all or nothing."""
+        missing = self._missing_blocks(sequence, end)
         if missing > self.blocks.num_free:
             return False
-        sequence.blocks += self.blocks.take(max(missing, 0))
+        if missing > 0:
+            sequence.blocks += tuple(self.blocks.take(missing))
         return True
 
-    def _shortfall_is_on_its_way(self, sequence: Sequence, count: int) -> bool:
+    def _shortfall_is_on_its_way(self, sequence: Sequence, end: int) -> bool:
         """Whether blocks that wait for a step in flight will be enough: then waiting beats preempting another sequence."""
-        return self.blocks.num_free + len(self.release.held_blocks) >= self._missing_blocks(sequence, count)
+        return self.blocks.num_free + len(self.release.held_blocks) >= self._missing_blocks(sequence, end)
 
-    def _admit(self, budget: int) -> Iterator[tuple[Sequence, int]]:
+    def _admit(self, budget: int) -> Iterator[tuple[Sequence, int, int]]:
         while self.waiting and budget > 0 and self.slots.num_free > 0:
             sequence = self.waiting[0]
             if sequence.status is Status.FINISHED:
@@ -160,27 +161,25 @@ class Scheduler:
             self.running.append(sequence)
             self.counters.chunked_prefills += count < len(sequence.token_ids)
             budget -= count
-            yield sequence, count
+            yield sequence, 0, count
 
-    def _plan(self, sequence: Sequence, count: int) -> SequencePlan:
-        start, known = sequence.next_position, len(sequence.token_ids)
+    def _plan(self, sequence: Sequence, start: int, count: int) -> SequencePlan:
+        known = len(sequence.token_ids)
         is_on_device = start >= known
         assert sequence.slot is not None
         return SequencePlan(
+            request=sequence.request,
             seq_id=sequence.seq_id,
-            request_id=sequence.request.request_id,
             epoch=sequence.epoch,
             slot=sequence.slot,
-            blocks=tuple(sequence.blocks),
+            blocks=sequence.blocks,
             start=start,
             token_ids=() if is_on_device else tuple(sequence.token_ids[start : start + count]),
             q_cap=count,
             remap=self._last_row_of[sequence.seq_id] if is_on_device else NOT_IN_LAST_STEP,
             is_sampling=start + count >= known,
-            params=sequence.request.params,
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
-            stop_token_ids=sequence.request.stop_token_ids,
         )
 
     def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
@@ -250,7 +249,7 @@ class Scheduler:
         if sequence.slot is not None:
             fence = sequence.tickets[-1].step_seq if sequence.tickets else -1
             self.release.defer(fence, sequence.blocks, sequence.slot)
-        sequence.blocks, sequence.slot = [], None
+        sequence.blocks, sequence.slot = (), None
         if not self._in_flight:
             self.release.drain(self._next_step)
 

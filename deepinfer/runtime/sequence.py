@@ -7,6 +7,7 @@ what is on its way is in `tickets`, one for each step that has been planned and 
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from deepinfer.outputs import FinishReason
 from deepinfer.runtime.request import Request
@@ -18,8 +19,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """One planned step of one sequence; popped exactly once, in order, also when the sequence is gone by then.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sequence:
     epoch: int = 0
     status: Status = Status.WAITING
     slot: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_preemptions: int = 0
@@ -74,12 +74,20 @@ class Sequence:
     @property
     def total_inflight_tokens(self) -> int:
         """Rows planned for the current epoch and not applied yet, in tokens."""
-        return sum(t.q_cap for t in self.tickets if t.epoch == self.epoch)
+        total = 0
+        for ticket in self.tickets:
+            if ticket.epoch == self.epoch:
+                total += ticket.q_cap
+        return total
 
     @property
     def num_sampling_inflight(self) -> int:
         """Planned steps of the current epoch that will draw a token."""
-        return sum(t.is_sampling for t in self.tickets if t.epoch == self.epoch)
+        total = 0
+        for ticket in self.tickets:
+            if ticket.epoch == self.epoch:
+                total += ticket.is_sampling
+        return total
 
     @property
     def next_position(self) -> int:

@@ -1,0 +1,136 @@
+"""A scheduler, a worker and a loop without an engine around them, and what the reference run gives for a request.
+
+The reference is one request alone in the plain loop with a cache of its own. Memory that nobody wrote is NaN, and so is memory
+that went back to its pool.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from deepinfer.checkpoint.load import load_model
+from deepinfer.model.cache import CacheSizes
+from deepinfer.model.numerics import reference_ops
+from deepinfer.model.transformer import Transformer
+from deepinfer.runtime.device import Device, InlineDevice
+from deepinfer.runtime.fuzz_device import FuzzDevice
+from deepinfer.runtime.loop import StepLoop
+from deepinfer.runtime.request import Request
+from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.sequence import Sequence
+from deepinfer.runtime.worker import Worker
+from deepinfer.sampling_params import SamplingParams
+
+GOLDEN = Path(__file__).parent.parent / "data" / "golden"
+BLOCK_SIZE = 4
+MAX_LEN = 96
+EOS = 1
+
+
+@cache
+def tiny_model(batch_invariant: bool = True) -> Transformer:
+    """Four layers with every kind of memory, in float32."""
+    return load_model(GOLDEN / "bf16_full", "float32", "cpu", ops=reference_ops(batch_invariant=batch_invariant))
+
+
+def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Request:
+    """A validated request for the tiny model."""
+    assert params.max_tokens is not None
+    return Request(
+        request_id=name,
+        prompt=None,
+        prompt_token_ids=tuple(prompt),
+        params=params,
+        max_new_tokens=params.max_tokens,
+        seed=params.seed or 0,
+        eos_token_id=EOS,
+        stop_token_ids=frozenset({EOS, *params.stop_token_ids}),
+        arrival_s=0.0,
+    )
+
+
+class Harness:
+    """One pipeline over the tiny model. Every return of memory is checked against launches in flight, then poisoned."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        depth: int,
+        num_blocks: int = 40,
+        budget: int = 64,
+        max_num_seqs: int = 8,
+        decode_buckets: tuple[int, ...] = (),
+        model: Transformer | None = None,
+    ) -> None:
+        limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+        )
+        self.device = device
+        self.scheduler = Scheduler(limits)
+        sizes = CacheSizes(num_slots=max_num_seqs + 1, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.worker = Worker(model or tiny_model(), sizes, device, decode_buckets)
+        for tensor in self.worker.cache.tensors():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        self.scheduler.release.on_return = self.poison
+        self.logprobs: dict[int, list[float]] = defaultdict(list)
+        self.loop = StepLoop(self.scheduler, self.worker, depth, self._on_events)
+        self.sequences: list[Sequence] = []
+
+    def _on_events(self, events: list[SequenceEvent]) -> None:
+        for event in events:
+            self.logprobs[event.sequence.seq_id] += [around.logprob for around in event.result.logprobs or ()]
+
+    def poison(self, blocks: tuple[int, ...], slot: int | None) -> None:
+        """The host's claim that nothing in flight can touch this memory any more, and NaN in it."""
+        if isinstance(self.device, FuzzDevice):
+            for place in [("block", i) for i in blocks] + [("slot", slot)]:
+                self.device.host_write(place)
+        cache = self.worker.cache
+        for pool in cache.pools.values():
+            per_block = BLOCK_SIZE // pool.ratio
+            for block in blocks:
+                pool.entries[block * per_block : (block + 1) * per_block] = float("nan")
+                pool.index_keys[block * per_block : (block + 1) * per_block] = float("nan")
+        if slot is not None:
+            for memory in (*cache.rings, *cache.pending.values()):
+                memory[slot] = float("nan")
+
+    def add(self, request: Request) -> Sequence:
+        """Queue one completion of a request."""
+        sequence = Sequence(request, 0, len(self.sequences), list(request.prompt_token_ids))
+        self.scheduler.add(sequence)
+        self.sequences.append(sequence)
+        return sequence
+
+    def step(self) -> bool:
+        """One step of the loop, with the books checked after it."""
+        did_work = asyncio.run(self.loop.step())
+        self.scheduler.check_integrity()
+        return did_work
+
+    def run(self) -> None:
+        """Step until nothing is left."""
+        while self.step():
+            pass
+
+    def flush(self) -> None:
+        """Apply what is in flight."""
+        asyncio.run(self.loop.flush())
+        self.scheduler.check_integrity()
+
+
+@cache
+def reference(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], list[float]]:
+    """Tokens and log probabilities of a request alone in the plain loop."""
+    harness = Harness(InlineDevice(), depth=0, max_num_seqs=1, num_blocks=MAX_LEN // BLOCK_SIZE + 1)
+    sequence = harness.add(make_request("reference", prompt, params))
+    harness.run()
+    return sequence.output_token_ids, harness.logprobs[sequence.seq_id]
