@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 COMPUTE, COPY = "compute", "copy"  # stream names: the model and the sampler; device-to-host copies
+WARM_UP_RUNS = 2  # before a capture, so that lazy initialisation is over
 POLL_S = 2e-5  # between two looks at an event; each look yields to other coroutines
 
 Thunk = Callable[[], None]
@@ -48,6 +49,13 @@ class Device(Protocol):
         """Block the host until the event has passed."""
         ...
 
+    def capture(self, fn: Thunk) -> Thunk:
+        """A function that repeats what `fn` does to the same tensors, without its host work where the device can record that.
+
+        `fn` may run several times before this returns.
+        """
+        ...
+
 
 async def wait_for(device: Device, event: Event) -> None:
     """Wait for an event while other coroutines run. Cancellation leaves the device as it is."""
@@ -79,6 +87,9 @@ class InlineDevice:
     def synchronize(self, event: Event) -> None:
         pass
 
+    def capture(self, fn: Thunk) -> Thunk:
+        return fn
+
 
 class AcceleratorDevice:
     """Streams and events of the accelerator that torch names. Compute runs on the current stream, copies on one of their own."""
@@ -106,6 +117,21 @@ class AcceleratorDevice:
 
     def synchronize(self, event: Any) -> None:
         event.synchronize()
+
+    def capture(self, fn: Thunk) -> Thunk:
+        if self.torch_device.type != "cuda":
+            return fn
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_RUNS):
+                fn()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call into the driver meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            fn()
+        return graph.replay
 
 
 def open_device(torch_device: torch.device) -> Device:

@@ -8,6 +8,7 @@ from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.ops.sample import sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.plan import SchedulerOutputs, SequenceResult, StepResult, TokenLogprobs
+from deepinfer.runtime.staging import to_device
 
 NO_TOKEN = -1
 
@@ -29,7 +30,7 @@ class SamplingMetadata:
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
         tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})  # type: ignore[arg-type]
+        return replace(self, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

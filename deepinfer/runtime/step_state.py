@@ -3,7 +3,8 @@
 Legend: T rows, B row groups (one sequence each), S groups that sample.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -13,8 +14,10 @@ from deepinfer.model.rows import TRASH_SLOT, Rows
 from deepinfer.runtime.device import Event
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
+from deepinfer.runtime.staging import to_device
 
 POISON = -1  # a token or position that the host does not know
+FORWARD_INPUTS = ("token_ids", "seq_ids", "offsets", "remaining", "starts", "q_lens", "remap", "slots", "block_tables")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,20 +48,36 @@ class SequenceMetadata:
     sample_groups: Int[Tensor, " S"]
     block_size: int
 
+    def forward_inputs(self) -> list[Tensor]:
+        """The tensors that the forward reads, in a fixed order."""
+        return [getattr(self, name) for name in FORWARD_INPUTS]
+
+    def with_forward_inputs(self, tensors: Sequence[Tensor]) -> Self:
+        """The same metadata over other tensors, in the order of `forward_inputs`."""
+        return replace(self, **dict(zip(FORWARD_INPUTS, tensors, strict=True)))  # type: ignore[arg-type]
+
+    def as_padding(self) -> Self:
+        """Rows of the same shape that touch nothing but trash."""
+        zeros = {name: torch.zeros_like(getattr(self, name)) for name in FORWARD_INPUTS}
+        groups = torch.arange(self.starts.shape[0])
+        zeros |= {"seq_ids": groups[: self.seq_ids.shape[0]], "q_lens": torch.ones_like(self.q_lens)}
+        zeros["remap"] = torch.full_like(self.remap, NOT_IN_LAST_STEP)
+        return self.with_forward_inputs([zeros[name] for name in FORWARD_INPUTS])
+
     def to(self, device: torch.device) -> Self:
-        """A copy on the device, in one transfer."""
-        names = [f.name for f in fields(self) if f.name != "block_size"]
-        parts = [getattr(self, name) for name in names]
-        packed = torch.cat([part.flatten() for part in parts])
-        if device.type != "cpu":
-            # Pageable memory would make the host wait for the copy.
-            packed = packed.pin_memory().to(device, non_blocking=True)
-        moved = packed.split([part.numel() for part in parts])
-        return replace(self, **{name: m.view(p.shape) for name, m, p in zip(names, moved, parts, strict=True)})
+        """A copy on the device."""
+        names = [*FORWARD_INPUTS, "sample_rows", "sample_groups"]
+        moved = to_device([getattr(self, name) for name in names], device)
+        return replace(self, **dict(zip(names, moved, strict=True)))  # type: ignore[arg-type]
 
 
-def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int) -> SequenceMetadata:
-    """Turn a plan into host tensors, padded to `num_groups` row groups.
+def table_width(plan: SchedulerOutputs, block_size: int) -> int:
+    """Blocks that the longest sequence of a step can reach."""
+    return max((-(-(seq.start + seq.q_cap) // block_size) for seq in plan.sequences), default=1)
+
+
+def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int, min_width: int = 1) -> SequenceMetadata:
+    """Turn a plan into host tensors, padded to `num_groups` row groups and block tables of at least `min_width`.
 
     A padding group is one row of the trash sequence: it reads and writes the trash slot and block only.
     """
@@ -79,7 +98,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int) -> 
     seq_ids += range(len(plan.sequences), num_groups)
     offsets += [0] * pad
     remaining += [0] * pad
-    width = max((-(-(seq.start + seq.q_cap) // block_size) for seq in plan.sequences), default=1)
+    width = max(table_width(plan, block_size), min_width)
     table = torch.full((num_groups, width), TRASH_SLOT)
     for group, seq in enumerate(plan.sequences):
         blocks = seq.blocks[:width]

@@ -128,6 +128,9 @@ class TracingDevice:
     def synchronize(self, event: Event) -> None:
         self.inner.synchronize(event)
 
+    def capture(self, fn: Thunk) -> Thunk:
+        return self.inner.capture(fn)
+
 
 def busy_fraction(spans: Iterable[Span], lane: str = COMPUTE) -> float:
     """Share of the time from the lane's first start to its last end in which it was busy."""

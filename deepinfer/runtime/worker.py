@@ -13,7 +13,17 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.sampler import draw, stage_sampling, to_result
-from deepinfer.runtime.step_state import POISON, DeviceOutputs, WorkerStepState, build_rows, stage_metadata
+from deepinfer.runtime.staging import pack, to_device
+from deepinfer.runtime.static_decode import StaticDecode
+from deepinfer.runtime.step_state import (
+    POISON,
+    DeviceOutputs,
+    SequenceMetadata,
+    WorkerStepState,
+    build_rows,
+    stage_metadata,
+    table_width,
+)
 
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
@@ -30,12 +40,20 @@ class Worker:
     def __init__(self, model: Transformer, sizes: CacheSizes, device: Device, decode_buckets: tuple[int, ...] = ()) -> None:
         self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
         self.cache = model.new_cache(sizes)
+        self._static: dict[tuple[int, int], StaticDecode] = {}
+        # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
+        longest = max(decode_buckets, default=0) + sizes.num_slots
+        self._relay = DeviceOutputs(
+            sampled=torch.full((longest,), POISON, device=device.torch_device),
+            next_start=torch.full((longest,), POISON, device=device.torch_device),
+            final=torch.empty(0, device=device.torch_device),
+        )
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
         device, model = self.device.torch_device, self.model
-        num_groups = self._padded_groups(plan)
-        metadata = stage_metadata(plan, self.sizes.block_size, num_groups)
+        num_groups, width = self._padded_shape(plan)
+        metadata = stage_metadata(plan, self.sizes.block_size, num_groups, width)
         outputs = DeviceOutputs(
             sampled=torch.full((num_groups,), POISON, device=device),
             next_start=torch.full((num_groups,), POISON, device=device),
@@ -44,9 +62,13 @@ class Worker:
             ),
         )
         before = None if previous is None else previous.outputs
+        is_static = plan.kind is StepKind.DECODE and num_groups in self.decode_buckets
 
         @torch.inference_mode()
         def forward() -> None:
+            if is_static:
+                self._run_static(metadata, before, outputs)
+                return
             on_device = metadata.to(device)
             rows, starts = build_rows(on_device, before)
             outputs.next_start.copy_(starts + on_device.q_lens)
@@ -63,6 +85,14 @@ class Worker:
             outputs=outputs,
             forward_done=self.device.record(COMPUTE),
         )
+
+    def _run_static(self, metadata: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> None:
+        """A decode step in its bucket's buffers; the bucket is made, and captured, when it is first needed."""
+        key = (metadata.starts.shape[0], metadata.block_tables.shape[1])
+        if key not in self._static:
+            self._static[key] = StaticDecode(self.model, self.cache, metadata, self._relay, self.device)
+        (sample_rows,) = to_device([metadata.sample_rows], self.device.torch_device)
+        self._static[key].run(pack(metadata.forward_inputs(), self.device.torch_device), before, outputs, sample_rows)
 
     def submit_sampler(self, state: WorkerStepState) -> None:
         """Launch the sampler of a step and the copy of what it draws. Fills the step's box."""
@@ -96,9 +126,11 @@ class Worker:
             box.drawn = box.host = None
         return box.result
 
-    def _padded_groups(self, plan: SchedulerOutputs) -> int:
+    def _padded_shape(self, plan: SchedulerOutputs) -> tuple[int, int]:
+        """Row groups and block-table width that a plan is padded to: those of its bucket, or its own."""
         count = len(plan.sequences)
         place = bisect.bisect_left(self.decode_buckets, count)
         if plan.kind is not StepKind.DECODE or place == len(self.decode_buckets):
-            return count
-        return self.decode_buckets[place]
+            return count, 1
+        width = table_width(plan, self.sizes.block_size)
+        return self.decode_buckets[place], 1 << (width - 1).bit_length()
