@@ -131,7 +131,7 @@ def load_config(folder: Path | str) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.parent.is_dir():
         found = "a file" if path.parent.is_file() else "no such folder"
-        raise CheckpointError(f"{path.parent}: {found} (expected a checkpoint folder, or the name of a preset)")
+        raise CheckpointError(f"{path.parent}: {found} (expected a checkpoint folder)")
     if not path.is_file():
         raise CheckpointError(f"{path.parent}: no config.json, so this is not a checkpoint folder")
     try:

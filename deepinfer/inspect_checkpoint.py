@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.checkpoint.load import check_engram_tables, check_tensors
+from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.checkpoint.safetensors_file import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME, open_checkpoint
 from deepinfer.checkpoint.tensor_map import is_ignored, stored_specs
 from deepinfer.config import QUANT_BLOCK, ModelConfig
@@ -112,11 +113,11 @@ class Report:
 
 
 def inspect_checkpoint(path: Path | str) -> Report:
-    """Describe a checkpoint folder, or the model that a folder with only a `config.json` stands for.
+    """Describe a checkpoint folder or a preset, or the model that a folder with only a `config.json` stands for.
 
     Raises: ConfigError or CheckpointError if the folder is no checkpoint or its files do not match its config.
     """
-    folder = Path(path)
+    folder = locate_checkpoint(path)
     config = load_config(folder)
     check_engram_tables(config)
     specs = list(stored_specs(config))

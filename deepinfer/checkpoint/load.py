@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.checkpoint.safetensors_file import DTYPE_NAMES, StoredTensor, open_checkpoint
 from deepinfer.checkpoint.tensor_map import TensorSpec, is_ignored, meta_model, tensor_specs
 from deepinfer.config import ModelConfig
@@ -43,7 +44,7 @@ def load_model(
     published_index_keys: bool = False,
     use_tqdm: bool = False,
 ) -> Transformer:
-    """Load a checkpoint folder in the published format.
+    """Load a checkpoint folder in the published format, or a preset that ships with the package.
 
     Args:
         precision: a name in `deepinfer.model.numerics.PRECISIONS`.
@@ -54,7 +55,7 @@ def load_model(
     Raises:
         ConfigError, CheckpointError, TokenizerError: see the message; nothing large has been allocated by then.
     """
-    folder = Path(path)
+    folder = locate_checkpoint(path)
     config = load_config(folder)
     if engram not in ENGRAM_PLACES:
         raise ConfigError(f"engram = {engram!r}: expected one of {ENGRAM_PLACES}")

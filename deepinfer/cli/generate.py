@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 NAME = "generate"
 HELP = "generate text from a checkpoint"
-DESCRIPTION = """Generate text. One prompt streams to the terminal; several, or --json, give one JSON object a line.
+DESCRIPTION = """Generate text. A prompt streams to the terminal; with --jsonl, --json, -o or -n above 1 there is one JSON object
+for each prompt, on a line of its own.
 
 The prompt comes from the argument, from a file (--file: the whole file is one prompt; --jsonl: one prompt a line), or from
 standard input if neither is given."""
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     from deepinfer import LLMEngine, SamplingParams
 
+    check_writable(args.output)
     params = SamplingParams(
         n=args.n,
         max_tokens=args.max_tokens,
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     )
     options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
     with LLMEngine.from_pretrained(args.model, batch_invariant=args.batch_invariant, **options) as engine:
-        if len(prompts) == 1 and args.n == 1 and not args.json and args.output is None:
+        if args.n == 1 and args.output is None and not args.json and not args.jsonl:
             return asyncio.run(stream_to(sys.stdout, engine, prompts[0], params))
         outputs = engine.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     write_jsonl(outputs, args.output)
@@ -106,23 +108,44 @@ def read_prompts(args: argparse.Namespace) -> list[Any]:
         if args.file:
             return [args.file.read_text(encoding="utf-8")]
         if args.jsonl:
-            return [parse_line(args.jsonl, n, line) for n, line in enumerate(args.jsonl.open(encoding="utf-8"), 1) if line.strip()]
+            return read_lines(args.jsonl)
         return [sys.stdin.read()]
     except OSError as error:
         raise Rejected(f"{error.filename}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise Rejected(
-            f"{args.file or args.jsonl or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})"
-        ) from error
+        raise Rejected(f"{args.file or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def parse_line(path: Path, number: int, line: str) -> Any:
+def read_lines(path: Path) -> list[Any]:
+    """The prompts of a JSON-lines file; empty lines count as lines only. Raises: Rejected, naming the line."""
+    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    prompts = [parse_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+    if not prompts:
+        raise Rejected(f"{path} holds no prompt")
+    return prompts
+
+
+def parse_line(where: str, line: bytes) -> Any:
     """One prompt of a JSON-lines file."""
     try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise Rejected(f"{path}, line {number}: not valid JSON ({error})") from error
-    return value["prompt"] if isinstance(value, dict) and set(value) == {"prompt"} else value
+        value = json.loads(line.decode())
+    # A line of very many brackets ends in a RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise Rejected(f"{where}: not valid JSON ({error})") from error
+    if isinstance(value, dict) and set(value) == {"prompt"}:
+        value = value["prompt"]
+    if not isinstance(value, str | list | dict):
+        raise Rejected(f"{where}: expected a text, a list of token ids or an object, got {line.decode()[:40]}")
+    return value
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises: Rejected, before the work rather than after it; what the file holds stays until there is something to write."""
+    if path is not None:
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise Rejected(f"{path}: cannot be written ({error.strerror})") from error
 
 
 async def stream_to(out: TextIO, engine: "LLMEngine", prompt: Any, params: "SamplingParams") -> int:
@@ -135,10 +158,10 @@ async def stream_to(out: TextIO, engine: "LLMEngine", prompt: Any, params: "Samp
         shown = len(completion.text)
     out.write("\n")
     seconds = (output.metrics.finished_s or 0) - output.metrics.arrival_s if output.metrics else 0.0
-    count = len(completion.token_ids)
+    count, rate = len(completion.token_ids), len(completion.token_ids) / max(seconds, 1e-9)
     sys.stderr.write(
-        f"[{len(output.prompt_token_ids)} prompt + {count} new tokens in {seconds:.2f} s, "
-        f"{count / max(seconds, 1e-9):.1f} tokens/s, {completion.finish_reason}, precision {output.precision}, seed {completion.seed}]\n"
+        f"[{len(output.prompt_token_ids)} prompt + {count} new tokens in {seconds:.2f} s, {rate:.1f} tokens/s, "
+        f"{completion.finish_reason}, precision {output.precision}, seed {completion.seed}]\n"
     )
     return 0
 

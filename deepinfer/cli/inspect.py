@@ -13,7 +13,7 @@ HELP = "show what is in a checkpoint: layers, sizes, cache sizes, what fits wher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="checkpoint folder; one with only a config.json will do")
+    parser.add_argument("path", metavar="PATH", help="checkpoint folder (one with only a config.json will do) or preset")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 

@@ -16,6 +16,8 @@ from deepinfer.model.router import Router
 from deepinfer.ops.elementwise import swiglu
 from deepinfer.ops.sinkhorn import sum_in_order
 
+STATIC_ROWS = 256  # more rows are a prefill, whose shapes need not be fixed
+
 
 class MoE(nn.Module):
     """The feed-forward sub-layer of every block."""
@@ -72,9 +74,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T K D"]:
         """Output of each (token, expert) pair, its routing weight applied before w2."""
-        if self.numerics.ops.static_shapes:
-            return self._gathered(x, weights, ids)
-        return self._one_by_one(x, weights, ids)
+        if not (self.numerics.ops.static_shapes and x.shape[0] <= STATIC_ROWS):
+            return self._one_by_one(x, weights, ids)
+        return self._gathered(x, weights, ids) if ids.numel() <= len(self.expert_ids) else self._every_expert(x, weights, ids)
 
     def _one_by_one(self, x: Tensor, weights: Tensor, ids: Tensor) -> Float[Tensor, "T K D"]:
         """Visit each expert that got a token with all its tokens. Reads counts on the host, so it cannot be captured."""
@@ -92,6 +94,15 @@ class Experts(nn.Module):
         up = product(x, self.w3.values(dtype, local), quantized, self.numerics)
         hidden = (self.numerics.ops.pointwise(self.activate, gate, up) * weight).to(x.dtype)
         return product(hidden, self.w2.values(dtype, local), quantized, self.numerics)
+
+    def _every_expert(self, x: Tensor, weights: Tensor, ids: Tensor) -> Float[Tensor, "T K D"]:
+        """The same with every expert computing every token: fixed shapes, for more pairs than experts."""
+        out = x.new_zeros((*ids.shape, x.shape[1]))
+        for local, expert in enumerate(self.expert_ids):
+            is_chosen = ids == expert
+            weight = (weights * is_chosen).sum(dim=1, keepdim=True)
+            out = torch.where(is_chosen[:, :, None], self._expert(x, weight, local)[:, None], out)
+        return out
 
     def _gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Float[Tensor, "T K D"]:
         """The same with the chosen experts' matrices gathered for each pair: fixed shapes, for few tokens."""
