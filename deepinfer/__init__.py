@@ -1,38 +1,71 @@
 """A reference inference engine for DeepSeek-V4.1-Flash: readable, exact, fast.
 
 `LLMEngine` generates; `load_model` gives the bare module; `deepinfer.model` is the architecture to read.
+Names are imported when they are first used, so that `import deepinfer` and `deepinfer --help` do not wait for torch.
 """
 
-from deepinfer.checkpoint.load import load_model
-from deepinfer.config import ModelConfig
-from deepinfer.engine import LLMEngine
-from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import (
-    Cancelled,
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    CorruptFile,
-    DeepInferError,
-    EngineClosed,
-    MissingExtra,
-    PromptTooLong,
-    Rejected,
-    RequestError,
-    ShapeError,
-    StepError,
-    TensorMismatch,
-    TokenizerError,
-    UnsupportedModel,
-)
-from deepinfer.model.transformer import Transformer
-from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from deepinfer.runtime.engine_core import EngineStats
-from deepinfer.sampling_params import SamplingParams
-from deepinfer.tokenizer import Tokenizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer.checkpoint.load import load_model
+    from deepinfer.config import ModelConfig
+    from deepinfer.engine import LLMEngine
+    from deepinfer.engine_config import EngineConfig
+    from deepinfer.errors import (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        CorruptFile,
+        DeepInferError,
+        EngineClosed,
+        MissingExtra,
+        PromptTooLong,
+        Rejected,
+        RequestError,
+        ShapeError,
+        StepError,
+        TensorMismatch,
+        TokenizerError,
+        UnsupportedModel,
+    )
+    from deepinfer.model.transformer import Transformer
+    from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from deepinfer.runtime.engine_core import EngineStats
+    from deepinfer.sampling_params import SamplingParams
+    from deepinfer.tokenizer import Tokenizer
+
+_HOMES = {
+    "deepinfer.checkpoint.load": ("load_model",),
+    "deepinfer.config": ("ModelConfig",),
+    "deepinfer.engine": ("LLMEngine",),
+    "deepinfer.engine_config": ("EngineConfig",),
+    "deepinfer.errors": (
+        "CapacityError",
+        "CheckpointError",
+        "ConfigError",
+        "CorruptFile",
+        "DeepInferError",
+        "EngineClosed",
+        "MissingExtra",
+        "PromptTooLong",
+        "Rejected",
+        "RequestError",
+        "ShapeError",
+        "StepError",
+        "TensorMismatch",
+        "TokenizerError",
+        "UnsupportedModel",
+    ),
+    "deepinfer.model.transformer": ("Transformer",),
+    "deepinfer.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "deepinfer.runtime.engine_core": ("EngineStats",),
+    "deepinfer.sampling_params": ("SamplingParams",),
+    "deepinfer.tokenizer": ("Tokenizer",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Cancelled",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
@@ -61,3 +94,13 @@ __all__ = [
     "UnsupportedModel",
     "load_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'deepinfer' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,8 +11,7 @@ DeepInferError
 ├── ShapeError
 ├── RequestError
 │   ├── PromptTooLong
-│   ├── Rejected
-│   └── Cancelled
+│   └── Rejected
 ├── CapacityError
 ├── StepError
 ├── EngineClosed
@@ -83,10 +82,6 @@ class PromptTooLong(RequestError):
 
 class Rejected(RequestError):
     """The request is malformed or asks for something that is not supported."""
-
-
-class Cancelled(RequestError):
-    """The request was aborted before it finished."""
 
 
 class CapacityError(DeepInferError):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from deepinfer.config_json import load_config
@@ -81,6 +81,7 @@ def test_both_encodings_agree_on_text_without_control_tokens(published_tokenizer
 
 @given(parts=st.lists(st.tuples(texts, st.sampled_from(sorted(CONTROL)))))
 def test_encoding_between_control_tokens_is_independent(published_tokenizer: Tokenizer, parts: list[tuple[str, str]]) -> None:
+    assume(not any(control in text for text, _ in parts for control in CONTROL))
     ids: list[int] = []
     for text, control in parts:
         ids += [*published_tokenizer.encode(text, split_special_tokens=True), CONTROL[control]]

@@ -61,6 +61,11 @@ class Tracer:
         torch.accelerator.synchronize(device)
         self._base_ms = self.now_ms()
 
+    def clear(self) -> None:
+        """Forget every span so far; what the device has not finished is waited for."""
+        self.spans()
+        self._spans.clear()
+
     def spans(self) -> list[Span]:
         """Everything recorded, in order of its start. Waits for the device."""
         for lane, name, start, end in self._timed:

@@ -1,0 +1,58 @@
+"""A picture of the overlap: host and device lanes over a few steady steps, as a Chrome trace and as a PNG."""
+
+from pathlib import Path
+
+from deepinfer.bench.overlap import SteadyDecode
+from deepinfer.errors import MissingExtra
+from deepinfer.model.transformer import Transformer
+from deepinfer.runtime.device import COMPUTE, COPY
+from deepinfer.runtime.trace import Span, Tracer
+
+LANES = ("host", COMPUTE, COPY)
+COLOURS = {
+    "schedule": "#4c72b0",
+    "submit": "#55a868",
+    "wait": "#dddddd",
+    "apply": "#c44e52",
+    "callbacks": "#ccb974",
+    "forward": "#8172b2",
+    "sampler": "#64b5cd",
+    "copy": "#937860",
+}
+
+
+def record_timeline(model: Transformer, batch: int, depth: int, steps: int = 6) -> Tracer:
+    """Trace `steps` steps of steady decode."""
+    run = SteadyDecode(model, batch, depth, steps)
+    run.warm_up()
+    run.steps(steps)
+    return run.tracer
+
+
+def draw_timeline(tracers: dict[str, Tracer], path: Path) -> None:
+    """Draw the lanes of one or more traces below each other. Raises: MissingExtra without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise MissingExtra("drawing needs matplotlib: pip install 'deepinfer-reference[notebooks]'") from error
+    figure = Figure(figsize=(12, 1.2 + 1.6 * len(tracers)), layout="constrained")
+    axes = figure.subplots(len(tracers), 1, squeeze=False)[:, 0]
+    for axis, (title, tracer) in zip(axes, tracers.items(), strict=True):
+        spans = tracer.spans()
+        begin = min((span.start_ms for span in spans), default=0.0)
+        for lane_index, lane in enumerate(LANES):
+            for span in spans:
+                if span.lane == lane:
+                    _draw_bar(axis, span, begin, lane_index)
+        axis.set_yticks(range(len(LANES)), LANES)
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10)
+    axes[-1].set_xlabel("ms")
+    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=8, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_bar(axis, span: Span, begin: float, lane: int) -> None:  # type: ignore[no-untyped-def]
+    width = max(span.end_ms - span.start_ms, 1e-3)
+    axis.barh(lane, width, left=span.start_ms - begin, height=0.7, color=COLOURS.get(span.name, "black"), edgecolor="none")
