@@ -20,6 +20,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.config_json import load_config
 from deepinfer.dims import Int, Tensor
 from deepinfer.errors import CapacityError, ConfigError, TensorMismatch
+from deepinfer.model.engram import EngramTable
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.numerics import Numerics, Ops, precision_named, reference_ops
 from deepinfer.model.transformer import Transformer
@@ -113,6 +114,9 @@ def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device
     move_buffers(model, device)
     if token_map is not None:
         model.token_window.token_map = token_map.to(device)
+    for module in model.modules():
+        if isinstance(module, StoredMatrix | EngramTable):
+            module.keep_scale_bytes()
     expand_if_small(model, EXPAND_LIMIT_BYTES)
     return model.eval()
 

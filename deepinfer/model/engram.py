@@ -31,12 +31,19 @@ class EngramTable(nn.Module):
         scale = torch.empty(rows, head_dim // BLOCK, dtype=torch.float8_e8m0fnu)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
+        self.register_buffer("scale_bytes", None, persistent=False)
+        self.scale_bytes: Tensor | None
+
+    def keep_scale_bytes(self) -> None:
+        """Read the scales as bytes from now on: the compiler's code generators do not know float8_e8m0fnu."""
+        self.scale_bytes = self.scale.view(torch.uint8)
 
     def forward(self, row_ids: Int[Tensor, "T X"]) -> Float[Tensor, "T X De"]:
         ids = row_ids.to(self.weight.device)
         # Bytes are gathered, because not every device can gather float8.
         weight = self.weight.view(torch.uint8)[ids].to(row_ids.device).view(torch.float8_e4m3fn)
-        scale = self.scale.view(torch.uint8)[ids].to(row_ids.device)
+        scale_bytes = self.scale.view(torch.uint8) if self.scale_bytes is None else self.scale_bytes
+        scale = scale_bytes[ids].to(row_ids.device)
         return dequantize_rows_fp8(weight, scale)
 
 

@@ -41,6 +41,8 @@ class StoredMatrix(nn.Module):
             self.scale = nn.Parameter(scale, requires_grad=False)
         self.register_buffer("expanded", None, persistent=False)
         self.expanded: Tensor | None
+        self.register_buffer("scale_bytes", None, persistent=False)
+        self.scale_bytes: Tensor | None
 
     @property
     def is_quantized(self) -> bool:
@@ -57,10 +59,16 @@ class StoredMatrix(nn.Module):
         weight = self.weight if part is None else self.weight[part]
         if self.fmt == "bf16":
             return weight.to(dtype)
-        # Byte views are indexed, because not every device can gather float8.
-        scale = self.scale if part is None else self.scale.view(torch.uint8)[part]
+        # Bytes are indexed, because not every device can gather float8.
+        scale_bytes = self.scale.view(torch.uint8) if self.scale_bytes is None else self.scale_bytes
+        scale = scale_bytes if part is None else scale_bytes[part]
         decode = dequantize_fp8 if self.fmt == "fp8" else dequantize_fp4
         return decode(weight, scale).to(dtype)
+
+    def keep_scale_bytes(self) -> None:
+        """Read the scales as bytes from now on: the compiler's code generators do not know float8_e8m0fnu."""
+        if self.is_quantized:
+            self.scale_bytes = self.scale.view(torch.uint8)
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep the decoded values in `dtype` from now on."""

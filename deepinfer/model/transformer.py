@@ -76,10 +76,12 @@ class Transformer(nn.Module):
         streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1)
         pre_mix = first_stream(streams)
         shared, features = Shared(), []
+        # A model cut to its first layers keeps the ids, but has no draft blocks.
+        targets = config.draft.target_layer_ids if config.draft.n_layers else ()
         for index, layer in enumerate(cast(list[Layer], list(self.layers))):
             if layer.engram is not None:
                 streams = layer.engram(streams, window, self.token_window.pad)
-            if index in config.draft.target_layer_ids:
+            if index in targets:
                 # The block's input, with its Engram, not its output.
                 features.append(streams.float().mean(dim=1).to(streams.dtype))
             streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache)

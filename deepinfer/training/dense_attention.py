@@ -26,7 +26,7 @@ class GatherEntries(torch.autograd.Function):
         return entries.index_select(0, ids)
 
     @staticmethod
-    def backward(ctx: Any, grad: Float[Tensor, "P Dh"]) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Float[Tensor, "P Dh"]) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
         total = torch.zeros(ctx.rows, grad.shape[1], dtype=torch.float32, device=grad.device)
         return total.index_add_(0, ids, grad.float()).to(ctx.dtype), None

@@ -19,14 +19,14 @@ from deepinfer.errors import ConfigError
 from deepinfer.model.transformer import Transformer
 from deepinfer.tokenizer import Tokenizer
 from deepinfer.training.data import Windows, load_ids, step_generator
-from deepinfer.training.draft_forward import DraftOutput, DraftReading
+from deepinfer.training.draft_forward import DraftReading
 from deepinfer.training.optimizer import Optimizers, schedule
 from deepinfer.training.pretrain import BIAS_SPEED, add_common_options, build_model
 from deepinfer.training.qat import set_rounding
 from deepinfer.training.run import TrainingRun, first_step_compiled, prepare_device
 from deepinfer.training.whole_sequence import WholeSequence
 
-ANCHORS = 128  # of each sequence
+ANCHORS = 256  # of each sequence
 STRAY_WEIGHT = 0.15  # of drafts whose text has left the backbone's greedy path
 LATER_WEIGHT = 0.85  # of each draft, relative to the one before it
 HARD_SHARE = 0.3  # of the loss that asks for the backbone's first choice, rather than its distribution
@@ -39,18 +39,24 @@ class DraftLosses(NamedTuple):
 
 
 def draft_losses(
-    output: DraftOutput, teacher: Float[Tensor, "BA Q V"], previous: Int[Tensor, "BA Q"], targets: Int[Tensor, "BA Q"], model: Transformer
+    model: Transformer,
+    hidden: Float[Tensor, "BA Q D"],
+    plain_logits: Float[Tensor, "BA Q V"],
+    teacher: Float[Tensor, "BA Q V"],
+    previous: Int[Tensor, "BA Q"],
+    targets: Int[Tensor, "BA Q"],
 ) -> DraftLosses:
     """Losses of all drafts.
 
     Args:
+        hidden, plain_logits: see `DraftOutput`.
         teacher: the backbone's logits for the drafted positions, given the true tokens before them.
         previous: the true token before each drafted position.
         targets: the true token at each drafted position.
     """
-    last = model.mtp[-1]
+    last = model.mtp.blocks[-1]
     markov = F.embedding(previous, last.markov_head.embed.weight)
-    logits = output.plain_logits + last.markov_head.head(markov.flatten(0, 1)).view_as(output.plain_logits)
+    logits = plain_logits + last.markov_head.head(markov.flatten(0, 1)).view_as(plain_logits)
     log_q, choice = torch.log_softmax(logits, dim=-1), teacher.argmax(dim=-1)
     soft = -(torch.softmax(teacher, dim=-1) * log_q).sum(dim=-1)
     hard = -log_q.gather(-1, choice[..., None]).squeeze(-1)
@@ -62,7 +68,7 @@ def draft_losses(
     agrees = logits.argmax(dim=-1) == choice
     # Reached: the text follows the backbone, and so did every earlier draft.
     reached = on_path & _before(agrees)
-    inputs = torch.cat((output.hidden, markov.to(output.hidden.dtype)), dim=-1).detach()
+    inputs = torch.cat((hidden, markov.to(hidden.dtype)), dim=-1).detach()
     guess = last.confidence_head.proj(inputs.flatten(0, 1)).view(agrees.shape)
     terms = F.binary_cross_entropy_with_logits(guess, agrees.float(), reduction="none")
     confidence = (terms * reached).sum() / reached.sum().clamp(min=1)
@@ -90,7 +96,7 @@ class Distillation:
 
     def gradients(self, step: int) -> tuple[DraftLosses, dict[int, Float[Tensor, " E"]]]:
         """Forward of both, backward of the drafts. Mutates gradients."""
-        ids, size = self.windows.at(step), self.model.config.draft.block_size
+        ids, size = self.windows.at(step)[:, :-1], self.model.config.draft.block_size
         b, t = ids.shape
         generator = step_generator(self.seed, step)
         # Drafted positions end at p + Q + 1, the last one that has a true token.
@@ -102,9 +108,8 @@ class Distillation:
             before = main.final.unflatten(0, (b, t))[:, drafted - 1].flatten(0, 2)
             teacher = self.model.logits(before).view(b * anchors.shape[0], size, -1)
         output = self.reading(ids, main.main_hidden, anchors)
-        losses = self.losses(
-            output, teacher, ids[:, drafted - 1].flatten(0, 1), ids[:, drafted].flatten(0, 1), self.model
-        )
+        previous, targets = ids[:, drafted - 1].flatten(0, 1), ids[:, drafted].flatten(0, 1)
+        losses = self.losses(self.model, output.hidden, output.plain_logits, teacher, previous, targets)
         (losses.draft + losses.confidence).backward()
         return losses, output.loads
 
@@ -114,7 +119,7 @@ class Distillation:
         values = {"loss": losses.draft.detach(), "confidence": losses.confidence.detach(), "norm": run.optimizers.step(factor)}
         with torch.no_grad():
             for index, load in loads.items():
-                self.model.mtp[index].ffn.gate.bias.add_(BIAS_SPEED * max(factor, 0.1) * torch.sign(load.mean() - load))
+                self.model.mtp.blocks[index].ffn.gate.bias.add_(BIAS_SPEED * max(factor, 0.1) * torch.sign(load.mean() - load))
         # Tokens of a greedy step: the bonus token and the drafts before the first that is refused.
         values["tokens"] = 1 + losses.accepted.cumprod(dim=0).sum()
         return values | {f"accept{i}": share for i, share in enumerate(losses.accepted, 1)}
@@ -135,7 +140,7 @@ def load_backbone(model: Transformer, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
-    parser.set_defaults(rate=3e-3)
+    parser.set_defaults(rate=4e-3)
     parser.add_argument("--backbone", type=Path, metavar="FILE", help="finished pre-training (default OUT/pretrain.pt)")
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -14,7 +14,7 @@ from deepinfer.dims import Float, Int, Tensor
 from deepinfer.model.draft import DraftAttention
 from deepinfer.model.hyper_connection import collapse, first_stream
 from deepinfer.model.rope import Rope
-from deepinfer.training.dense_attention import joint_softmax
+from deepinfer.training.dense_attention import gather_entries, joint_softmax
 from deepinfer.training.whole_sequence import Ablation, Record, SharedEntries, WholeSequence
 
 
@@ -52,7 +52,7 @@ class DraftReading:
         self, token_ids: Int[Tensor, "B T"], main_hidden: Float[Tensor, "BT nD"], anchors: Int[Tensor, " A"]
     ) -> DraftOutput:
         """`DSpark.observe` of all positions and `DSpark.propose` at the anchors, which all sequences share."""
-        model, blocks = self.model, self.model.mtp
+        model, blocks = self.model, self.model.mtp.blocks
         config, run = model.config, self.backbone.run
         b, t = token_ids.shape
         size, window = config.draft.block_size, config.attention.window_size
@@ -62,14 +62,15 @@ class DraftReading:
         rope = model.rope((anchors[:, None] + steps).flatten().repeat(b)).table(0)
         ring = anchors[:, None] - torch.arange(window, device=token_ids.device)
 
-        inputs = blocks.draft_inputs(token_ids[:, anchors + 1].flatten())
+        inputs = model.mtp.draft_inputs(token_ids[:, anchors + 1].flatten())
         streams = self.backbone.first_streams(inputs)
         pre, record = first_stream(streams), Record()
         for index, block in enumerate(blocks):
 
             def attention(x: Tensor, attn: DraftAttention = block.attn) -> tuple[Tensor, SharedEntries]:
                 observed = run["window_rows"](attn, features, feature_rope.query).unflatten(0, (b, t))
-                return self._attention(attn, x, rope, observed[:, ring.clamp(min=0)].flatten(0, 1), ring.repeat(b, 1)), SharedEntries()
+                near = gather_entries(observed, ring.expand(b, -1, -1)).flatten(0, 1)
+                return self._attention(attn, x, rope, near, ring.repeat(b, 1)), SharedEntries()
 
             streams, pre, _ = self.backbone.block(block, streams, pre, attention, index, Ablation(), record)
         x = collapse(streams, pre)

@@ -51,15 +51,15 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+            by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape[tuple(parameter.shape)].append(parameter)
             for shape, parameters in by_shape.items():
                 self._step_shape(shape, parameters, group)
 
-    def _step_shape(self, shape: tuple[int, ...], parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        grads = [parameter.grad for parameter in parameters]
+    def _step_shape(self, shape: tuple[int, ...], parameters: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         buffers = []
         for parameter in parameters:
             state = self.state[parameter]

@@ -24,7 +24,7 @@ from deepinfer.training.mini_config import TRAIN_LENGTH, mini_config
 from deepinfer.training.optimizer import Optimizers, schedule
 from deepinfer.training.qat import build_trainable, set_rounding
 from deepinfer.training.run import TrainingRun, first_step_compiled, prepare_device
-from deepinfer.training.whole_sequence import Record, WholeSequence
+from deepinfer.training.whole_sequence import Record, WholeSequence, layers_of
 
 NOISE_TOKEN = "<｜System｜>"
 INDEX_ROWS = 64  # queries of each sequence that teach the indexers
@@ -64,8 +64,9 @@ def language_loss(model: Transformer, final: Float[Tensor, "T D"], targets: Int[
 @torch.no_grad()
 def balance_routers(model: Transformer, loads: dict[int, Float[Tensor, " E"]], speed: float) -> None:
     """Raise the biases of experts below the mean load, lower the others (`noaux_tc`). Mutates the router biases."""
+    layers = layers_of(model)
     for index, load in loads.items():
-        model.layers[index].ffn.gate.bias.add_(speed * torch.sign(load.mean() - load))
+        layers[index].ffn.gate.bias.add_(speed * torch.sign(load.mean() - load))
 
 
 class Pretraining:
@@ -142,7 +143,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-after", type=float, metavar="MIN", help="stop and save after this long; the same command resumes")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch (default 32)")
     parser.add_argument("--length", type=int, default=TRAIN_LENGTH, help=f"tokens of a sequence (default {TRAIN_LENGTH})")
-    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate (default 0.004)")
+    parser.add_argument("--rate", type=float, default=8e-3, help="peak learning rate (default 0.008)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="fuse operations (default: on a GPU)")
@@ -164,8 +165,11 @@ def main() -> None:
     stage = Pretraining(model, windows, options.seed, fast)
 
     def try_step(fast: bool) -> None:
-        stage.gradients(0)
-        model.zero_grad(set_to_none=True)
+        # Both kinds of steps, so that nothing is left to compile, or to fail, late in the run.
+        for rounding in (True, False):
+            set_rounding(model, rounding)
+            stage.gradients(0)
+            model.zero_grad(set_to_none=True)
 
     stage.use(first_step_compiled(try_step, fast))
     if options.benchmark:

@@ -16,9 +16,11 @@ from deepinfer.config import ModelConfig
 from deepinfer.dims import Float, Int, Shaped, Tensor
 from deepinfer.model.engram import EngramTable
 from deepinfer.model.linear import Float32Linear, Linear, StoredMatrix
+from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics, Precision, reference_ops
 from deepinfer.model.router import Router
 from deepinfer.model.transformer import Transformer
+from deepinfer.ops.elementwise import rms_norm
 from deepinfer.ops.formats import BLOCK
 from deepinfer.ops.quantize import FLOAT8_E4M3_MAX, FP8_AMAX_FLOOR, round_fp4_ue8m0, round_fp8, ue8m0_scale
 
@@ -97,6 +99,19 @@ class MasterRouter(MasterMatrix, Router):
         self.bias = nn.Parameter(torch.empty(source.bias.shape, dtype=torch.float32), requires_grad=False)
 
 
+class MasterNorm(RMSNorm):
+    """`RMSNorm` whose gain is stored in bfloat16 in the end."""
+
+    def __init__(self, source: RMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.eps, self.rounding = source.eps, False
+        self.weight = nn.Parameter(torch.empty(source.weight.shape, dtype=torch.float32))
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        weight = straight_through(round_bf16, self.weight) if self.rounding else self.weight
+        return rms_norm(x, weight, self.eps)
+
+
 class MasterTable(nn.Module):
     """An Engram table in float32, looked up with gradients."""
 
@@ -140,8 +155,10 @@ def _replace_stored(module: nn.Module) -> None:
     for name, child in module.named_children():
         if isinstance(child, EngramTable):
             setattr(module, name, MasterTable(child))
+        elif type(child) is RMSNorm:
+            setattr(module, name, MasterNorm(child))
         elif type(child) in MASTERS:
-            setattr(module, name, MASTERS[type(child)](child, child.fmt))
+            setattr(module, name, MASTERS[type(child)](child, str(child.fmt)))
         else:
             _replace_stored(child)
 
@@ -149,5 +166,5 @@ def _replace_stored(module: nn.Module) -> None:
 def set_rounding(model: nn.Module, rounding: bool) -> None:
     """Switch the rounding of matrices, tables and activations on or off. Mutates `model`."""
     for module in model.modules():
-        if isinstance(module, MasterMatrix | MasterTable):
+        if isinstance(module, MasterMatrix | MasterNorm | MasterTable):
             module.rounding = rounding

@@ -22,8 +22,7 @@ SAVE_EVERY_S = 60.0
 # With a time limit the number of steps is set once, from the speed of the steps after those that compile.
 FIRST_TIMED_STEP = 20
 LAST_TIMED_STEP = 60
-# Time kept back for compiling the rounded graphs, in seconds, and how much slower rounded steps are.
-ROUNDING_COMPILE_S = 60.0
+# How much slower rounded steps are.
 ROUNDING_SLOWDOWN = 1.35
 
 
@@ -124,11 +123,7 @@ class TrainingRun:
         assert self.minutes is not None
         now = time.monotonic()
         step_s = (now - timed_from) / (LAST_TIMED_STEP - FIRST_TIMED_STEP)
-        left = (
-            self.minutes * 60
-            - (now - begun)
-            - (ROUNDING_COMPILE_S if self.rounded_share and self.model.device.type == "cuda" else 0)
-        )
+        left = self.minutes * 60 - (now - begun)
         mean = step_s * (1 + self.rounded_share * (ROUNDING_SLOWDOWN - 1))
         return self.step + max(int(left / mean), 1)
 

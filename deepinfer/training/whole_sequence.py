@@ -9,7 +9,7 @@ Rows are packed as `[B * T, ...]` wherever a module works on rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from deepinfer.model.indexer import Indexer
 from deepinfer.model.moe import MoE
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.rope import Rope
-from deepinfer.model.transformer import Transformer
+from deepinfer.model.transformer import Layer, Transformer
 from deepinfer.ops.quantize import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
 from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.select import NEG_INF, candidate_mask, topk_stable
@@ -68,6 +68,11 @@ class Output(NamedTuple):
     record: Record
 
 
+def layers_of(model: Transformer) -> list[Layer]:
+    """The backbone blocks with their type, which `nn.ModuleList` does not know."""
+    return cast(list[Layer], list(model.layers))
+
+
 def read_streams(norm: RMSNorm, streams: Float[Tensor, "T M D"], pre: Float[Tensor, "T M"]) -> Float[Tensor, "T D"]:
     return norm(collapse(streams, pre))
 
@@ -82,7 +87,7 @@ def queries(attn: Attention, x: Tensor, rotation: Tensor) -> tuple[Float[Tensor,
 
 def window_rows(attn: Attention, x: Tensor, rotation: Tensor) -> Float[Tensor, "T Dh"]:
     rows = attn.window_rows(x, rotation)
-    return straight_through(round_fp8, rows) if attn.wkv.rounding else rows  # type: ignore[union-attr]
+    return straight_through(round_fp8, rows) if attn.wkv.rounding else rows
 
 
 def project_output(attn: Attention, out: Float[Tensor, "T H Dh"], rotation: Tensor) -> Float[Tensor, "T D"]:
@@ -99,12 +104,12 @@ def feed_forward(ffn: MoE, x: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T D"
     experts, shape = ffn.experts, (x.shape[0], ffn.gate.moe.n_routed_experts)
     per_expert = torch.zeros(shape, dtype=weights.dtype, device=x.device).scatter(1, ids, weights)
     chosen = torch.zeros_like(per_expert).scatter(1, ids, 1.0)
-    inputs = straight_through(round_fp8, x) if experts.w1.rounding else x  # type: ignore[union-attr]
+    inputs = straight_through(round_fp8, x) if experts.w1.rounding else x
     gate = F.linear(inputs, experts.w1.values(x.dtype).flatten(0, 1))
     up = F.linear(inputs, experts.w3.values(x.dtype).flatten(0, 1))
     hidden = experts.activate(gate, up).unflatten(1, (shape[1], -1)) * per_expert[:, :, None]
     hidden = hidden.to(x.dtype).flatten(1)
-    if experts.w2.rounding:  # type: ignore[union-attr]
+    if experts.w2.rounding:
         hidden = straight_through(round_fp8, hidden)
     routed = F.linear(hidden, experts.w2.values(x.dtype).transpose(0, 1).flatten(1))
     return (routed.float() + ffn.shared_experts(x).float()).to(x.dtype), chosen.sum(dim=0)
@@ -151,7 +156,7 @@ class WholeSequence:
         streams = self.first_streams(token_ids.flatten())
         pre = first_stream(streams)
         shared, features = SharedEntries(), []
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in enumerate(layers_of(self.model)):
             if layer.engram is not None and ablation.engram:
                 streams = self.run["remember"](layer.engram, streams, window, pad)
             if index in config.draft.target_layer_ids:
@@ -250,7 +255,7 @@ class WholeSequence:
             kv, gates = compressor.wkv(x).unflatten(0, (-1, ratio)), compressor.wgate(x).unflatten(0, (-1, ratio))
             latent = compressor.norm((kv * torch.softmax(gates, dim=1)).sum(dim=1).to(x.dtype))
         entries = rotate_last(latent, rotation)
-        if attn.wkv.rounding:  # type: ignore[union-attr]
+        if attn.wkv.rounding:
             entries = straight_through(round_fp4_e4m3, entries)
         keys = _index_rounded(indexer, indexer.keys(latent.detach(), rotation))
         by_sequence = (shape[0], shape[1] // ratio)
@@ -334,4 +339,4 @@ def _pre(pre: Float[Tensor, "T M"], ablation: Ablation) -> Float[Tensor, "T M"]:
 
 
 def _index_rounded(indexer: Indexer, x: Float[Tensor, "... Di"]) -> Float[Tensor, "... Di"]:
-    return straight_through(round_fp4_ue8m0, x) if indexer.wq_b.rounding else x  # type: ignore[union-attr]
+    return straight_through(round_fp4_ue8m0, x) if indexer.wq_b.rounding else x
