@@ -20,13 +20,14 @@ from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
-from deepinfer.runtime.trace import Tracer, TracingDevice, busy_fraction
+from deepinfer.runtime.trace import Tracer, TracingDevice
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
 
 BLOCK_SIZE = 64
 PROMPT_TOKENS = 32
 WARM_UP_STEPS = 12
+SETTLING_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class OverlapFigures:
 
     Attributes:
         device_ms: time the compute stream was busy.
-        busy: share of the measured wall time in which it was.
+        busy: share of the wall time of a step in which it was.
         host_ms: time the host spent planning, submitting, applying and in callbacks, the artificial delay included.
     """
 
@@ -52,7 +53,7 @@ class SteadyDecode:
     """A batch that decodes for ever: `steps(count)` advances it. One per depth, so that two can alternate."""
 
     def __init__(self, model: Transformer, batch: int, depth: int, total_steps: int, host_delay_ms: float = 0.0) -> None:
-        length = PROMPT_TOKENS + total_steps + 2 * WARM_UP_STEPS
+        length = PROMPT_TOKENS + 2 * (total_steps + WARM_UP_STEPS)
         blocks = batch * -(-length // BLOCK_SIZE) + 1
         self.batch, self.depth, self.host_delay_ms = batch, depth, host_delay_ms
         self.tracer = Tracer()
@@ -96,7 +97,11 @@ class SteadyDecode:
         self.tracer.clear()
 
     def steps(self, count: int, check_sync: bool = False) -> None:
-        """Advance and record the wall time of the whole stretch, divided by its steps."""
+        """Advance and record the wall time of the whole stretch, divided by its steps.
+
+        A device that has run another graph in between takes this one up again in steps that are not measured.
+        """
+        asyncio.run(self._advance(SETTLING_STEPS))
         start = time.perf_counter()
         with forbid_synchronisation(self.loop) if check_sync else _nothing():
             asyncio.run(self._advance(count))
@@ -109,16 +114,18 @@ class SteadyDecode:
     def figures(self, steps: int) -> OverlapFigures:
         """What was seen over `steps` measured steps."""
         spans = self.tracer.spans()
-        device = sum(s.end_ms - s.start_ms for s in spans if s.lane == COMPUTE) / steps
-        host = sum(s.end_ms - s.start_ms for s in spans if s.lane == "host" and s.name != "wait") / steps
+        advanced = steps + SETTLING_STEPS * len(self.wall_ms)
+        device = sum(s.end_ms - s.start_ms for s in spans if s.lane == COMPUTE) / advanced
+        host = sum(s.end_ms - s.start_ms for s in spans if s.lane == "host" and s.name != "wait") / advanced
+        wall = statistics.median(self.wall_ms)
         return OverlapFigures(
             batch=self.batch,
             depth=self.depth,
             host_delay_ms=self.host_delay_ms,
-            wall_ms=statistics.median(self.wall_ms),
+            wall_ms=wall,
             device_ms=device,
             host_ms=host,
-            busy=busy_fraction(spans),
+            busy=device / wall,
         )
 
 

@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("prompt", nargs="?", help="the prompt; '-' or nothing reads standard input")
-    parser.add_argument("-m", "--model", required=True, help="a checkpoint folder in the published format, or a preset's name")
+    parser.add_argument(
+        "-m", "--model", default="mini", help="a checkpoint folder in the published format, or a preset (default mini)"
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-f", "--file", type=Path, help="read one prompt from a text file")
     source.add_argument(

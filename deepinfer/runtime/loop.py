@@ -2,7 +2,8 @@
 
 Plain (depth 0): plan, run, wait, apply.
 Overlapped (depth 1): while the device runs step N, the host plans and submits the forward of step N + 1; only then does it wait
-for N's tokens, applies them, and submits the sampler of N + 1, whose masks are exact because N has been applied.
+for N's tokens, applies them, and submits the sampler of N + 1, whose masks are exact because N has been applied. Callbacks
+(text, statistics, users) come last, beside the forward of N + 1.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def _no_span(name: str) -> AbstractContextManager[None]:
 class StepLoop:
     """One pipeline of steps. `previous` is the step whose result has not been applied yet, if there is one.
 
-    `span` brackets the host's phases (see `deepinfer.runtime.trace`).
+    `on_events` is called once for each applied step. `span` brackets the host's phases (see `deepinfer.runtime.trace`).
     """
 
     def __init__(self, scheduler: Scheduler, worker: Worker, depth: int, on_events: OnEvents, span: SpanFn = _no_span) -> None:
@@ -42,7 +43,7 @@ class StepLoop:
             return False
         state = self._submit(plan, None)
         self.worker.submit_sampler(state)
-        await self._commit(state)
+        self._tell(await self._commit(state))
         return True
 
     async def _overlapped_step(self) -> bool:
@@ -51,11 +52,20 @@ class StepLoop:
             return False
         state = None if plan is None else self._submit(plan, self.previous)
         previous, self.previous = self.previous, state
-        if previous is not None:
-            await self._commit(previous)  # pre_sampler_sync
+        events = await self.pre_sampler_sync(previous)
         if state is not None:
             self.worker.submit_sampler(state)
+        # The device has everything it needs; what is left runs beside it.
+        if previous is not None:
+            self._tell(events)
         return True
+
+    async def pre_sampler_sync(self, previous: WorkerStepState | None) -> list[SequenceEvent]:
+        """Commit the step before, so that what the next sampler may draw is decided by confirmed tokens alone.
+
+        Memory whose last step this was returns to its pools here (`DeferredRelease`).
+        """
+        return [] if previous is None else await self._commit(previous)
 
     def _schedule(self) -> SchedulerOutputs | None:
         with self.span("schedule"):
@@ -65,13 +75,15 @@ class StepLoop:
         with self.span("submit"):
             return self.worker.submit_forward(plan, previous)
 
-    async def _commit(self, state: WorkerStepState) -> None:
-        """Wait for a step's tokens, apply them, and tell the user's side."""
+    async def _commit(self, state: WorkerStepState) -> list[SequenceEvent]:
+        """Wait for a step's tokens and apply them."""
         assert state.box.copied is not None
         with self.span("wait"):
             await wait_for(self.worker.device, state.box.copied)
         with self.span("apply"):
-            events = self.scheduler.apply(self.worker.result(state))
+            return self.scheduler.apply(self.worker.result(state))
+
+    def _tell(self, events: list[SequenceEvent]) -> None:
         with self.span("callbacks"):
             self.on_events(events)
 
@@ -79,4 +91,4 @@ class StepLoop:
         """Apply every step in flight without planning another. Idempotent."""
         if self.previous is not None:
             state, self.previous = self.previous, None
-            await self._commit(state)
+            self._tell(await self._commit(state))

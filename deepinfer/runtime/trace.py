@@ -135,15 +135,3 @@ class TracingDevice:
 
     def capture(self, fn: Thunk) -> Thunk:
         return self.inner.capture(fn)
-
-
-def busy_fraction(spans: Iterable[Span], lane: str = COMPUTE) -> float:
-    """Share of the time from the lane's first start to its last end in which it was busy."""
-    bars = sorted((s.start_ms, s.end_ms) for s in spans if s.lane == lane)
-    if not bars:
-        return 0.0
-    busy, reached = 0.0, bars[0][0]
-    for start, end in bars:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy / max(reached - bars[0][0], 1e-9)
