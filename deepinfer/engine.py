@@ -6,14 +6,18 @@ and beside other coroutines, and no caller can starve it.
 
 import asyncio
 import concurrent.futures
+import hashlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import torch
 from tqdm.auto import tqdm
 
 from deepinfer.checkpoint.load import default_device, load_model
@@ -22,29 +26,29 @@ from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
-from deepinfer.outputs import RequestOutput
+from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
 from deepinfer.runtime.request import Request
-from deepinfer.sampling_params import SamplingParams
+from deepinfer.sampling_params import SamplingParams, shown
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-_SEED_STEP = 0x9E3779B97F4A7C15
+T = TypeVar("T")
 
 
 class LLMEngine:
     """A model with everything needed to generate from it. Use as a context manager, or `close()` it."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+        tokenizer.check_against(model.config)
+        self.tokenizer, self.config = tokenizer, config or EngineConfig()
         self._request_count = 0
-        self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._core = EngineCore(model, tokenizer, self.config, open_device(model.device))
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
-        self._thread.start()
+        self._count_lock = threading.Lock()
+        self._thread = _EngineThread(EngineCore(model, tokenizer, self.config, open_device(model.device)))
+        # An engine that is dropped without `close`, or that the program leaves open, ends as well.
+        weakref.finalize(self, self._thread.close)
 
     @classmethod
     def from_pretrained(cls, path_or_preset: Path | str, **config: Any) -> Self:
@@ -52,20 +56,20 @@ class LLMEngine:
 
         Raises: ConfigError, CheckpointError, TokenizerError or CapacityError with what was expected and what came.
         """
-        try:
-            engine_config = EngineConfig(**config)
-        except TypeError as error:
+        unknown = sorted(set(config) - set(EngineConfig.__dataclass_fields__))
+        if unknown:
             known = ", ".join(EngineConfig.__dataclass_fields__)
-            raise ConfigError(f"{error}; the fields of EngineConfig are: {known}") from error
+            raise ConfigError(f"unknown settings {', '.join(unknown)}; the fields of EngineConfig are: {known}")
+        engine_config = EngineConfig(**config)
         folder = locate_checkpoint(path_or_preset)
-        device = engine_config.device or default_device()
         ops = reference_ops(batch_invariant=engine_config.batch_invariant)
-        model = load_model(folder, engine_config.precision, device, ops=ops)
+        model = load_model(folder, engine_config.precision, _torch_device(engine_config.device), ops=ops)
         return cls(model, Tokenizer.from_folder(folder), engine_config)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._core.run())
+    @property
+    def model(self) -> Transformer:
+        """The bare module."""
+        return self._thread.core.worker.model
 
     # ---- generating ---------------------------------------------------------------------------------------------------
 
@@ -87,37 +91,39 @@ class LLMEngine:
 
         Raises: RequestError or CapacityError naming the first prompt that cannot be served, before any has started.
         """
-        self._check_open()
-        requests = self._requests(prompts, sampling_params)
+        single = isinstance(prompts, str | bytes | dict) or (
+            isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+        )
+        if not single and not isinstance(prompts, Sequence):
+            raise Rejected(f"prompts: expected a text, a list of token ids or a list of prompts, got {type(prompts).__name__}")
+        batch: Any = [prompts] if single else prompts
+        requests = self._requests(batch, sampling_params)
         sinks = [_Sink() for _ in requests]
-        done: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(self._submit_all(requests, sinks), self._loop)
-        progress = tqdm(total=len(requests), unit="request", disable=not use_tqdm, desc="generating")
+        submission: concurrent.futures.Future[None] | None = None
         try:
-            with progress:
-                done.result()
+            with tqdm(total=len(requests), unit="request", disable=not use_tqdm, desc="generating") as progress:
+                submission = self._thread.ask(lambda core: _submit_all(core, requests, sinks))
+                submission.result()
                 for sink in sinks:
                     sink.future.result()
                     progress.update()
-        except KeyboardInterrupt:
-            logger.warning("interrupted: %d requests end with what they have", sum(not s.future.done() for s in sinks))
-            done.cancel()
-            self._abort([r.request_id for r in requests])
-        except BaseException:
-            done.cancel()
-            self._abort([r.request_id for r in requests])
-            raise
-        return [sink.last_or(request) for sink, request in zip(sinks, requests, strict=True)]
+        except BaseException as error:
+            unfinished = sum(not sink.future.done() for sink in sinks)
+            self._abandon(submission, requests)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            logger.warning("interrupted: %d of %d requests end with what they have", unfinished, len(requests))
+        return [sink.last_output(request) for sink, request in zip(sinks, requests, strict=True)]
 
-    async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+    async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one prompt as they grow; each holds everything so far, the last one is `finished`.
 
         A slow consumer skips states and loses no text. Leaving the iteration, or cancelling it, aborts the request.
         """
-        self._check_open()
         (request,) = self._requests([prompt], sampling_params)
         sink = _Sink(asyncio.get_running_loop())
         try:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._submit_all([request], [sink]), self._loop))
+            await asyncio.wrap_future(self._thread.ask(lambda core: _submit_all(core, [request], [sink])))
             while True:
                 output = await sink.changed()
                 yield output
@@ -125,85 +131,78 @@ class LLMEngine:
                     return
         finally:
             if not sink.future.done():
-                self._call(self._core.abort, request.request_id)
+                with suppress(EngineClosed):
+                    self._thread.ask(lambda core: _abort_all(core, [request]))
 
     async def agenerate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """The finished output of one prompt, for asyncio programs."""
-        async for output in self.stream(prompt, sampling_params):
-            if output.finished:
-                return output
+        async with aclosing(self.stream(prompt, sampling_params)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return output
         raise EngineClosed("the engine was closed")
 
-    async def _submit_all(self, requests: list[Request], sinks: "list[_Sink]") -> None:
-        for request, sink in zip(requests, sinks, strict=True):
-            await self._core.submit(request, sink.put, sink.fail)
-
-    def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
+    def _requests(self, prompts: Sequence[Any], sampling_params: Any) -> list[Request]:
         """Validate everything before anything is queued."""
-        single = isinstance(prompts, str | dict) or (
-            isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
-        )
-        if not single and not isinstance(prompts, Sequence):
-            raise Rejected(f"prompts: expected a text, a list of token ids or a list of prompts, got {type(prompts).__name__}")
-        batch: list[Prompt] = [prompts] if single else list(prompts)
+        core = self._thread.core
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(batch)
-        else:
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        elif isinstance(sampling_params, Sequence):
             params = list(sampling_params)
-        if len(params) != len(batch):
-            raise Rejected(f"sampling_params: {len(params)} for {len(batch)} prompts; give one for all or one for each")
-        return [self._request(index, prompt, p) for index, (prompt, p) in enumerate(zip(batch, params, strict=True))]
+        else:
+            raise Rejected(f"sampling_params: expected SamplingParams or a list of them, got {type(sampling_params).__name__}")
+        if len(params) != len(prompts):
+            raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
+        return [self._request(core, index, prompt, p) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
 
-    def _request(self, index: int, prompt: Prompt, params: Any) -> Request:
+    def _request(self, core: EngineCore, index: int, prompt: Prompt, params: Any) -> Request:
         if not isinstance(params, SamplingParams):
             raise Rejected(f"sampling_params of prompt {index}: expected SamplingParams, got {type(params).__name__}")
-        config, longest = self.model.config, self._core.max_model_len
+        config, longest = core.worker.model.config, core.limits.max_model_len
         text, token_ids = to_token_ids(prompt, index, self.tokenizer, config)
         if len(token_ids) >= longest:
             raise PromptTooLong(f"prompt {index} has {len(token_ids)} tokens; the longest sequence is {longest}, output included")
         outside = [i for i in params.stop_token_ids if i >= config.vocab_size]
         if outside:
-            raise Rejected(f"stop_token_ids {outside}: outside the vocabulary [0, {config.vocab_size})")
+            raise Rejected(
+                f"stop_token_ids of prompt {index}: {shown(outside)} are outside the vocabulary [0, {config.vocab_size})"
+            )
         room = longest - len(token_ids)
-        with self._lock:
+        with self._count_lock:
             self._request_count += 1
             count = self._request_count
-        seed = params.seed if params.seed is not None else ((self.config.seed + 1) * _SEED_STEP + count) % 2**62
         eos = () if params.ignore_eos else (config.eos_token_id,)
-        return Request(
+        request = Request(
             request_id=str(count),
             prompt=text,
             prompt_token_ids=tuple(token_ids),
             params=params,
             max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            seed=seed,
+            seed=_drawn_seed(self.config.seed, count) if params.seed is None else params.seed,
             eos_token_id=config.eos_token_id,
             stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival_s=time.monotonic(),
         )
+        core.check_fits(request, f"prompt {index}")
+        return request
 
     # ---- control ------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until nothing is queued, running or in flight."""
-        self._check_open()
-        asyncio.run_coroutine_threadsafe(self._core.flush(), self._loop).result()
+        self._thread.ask(lambda core: core.flush()).result()
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, cache blocks and totals."""
-        self._check_open()
-        return self._call(self._core.stats).result()
+
+        async def stats(core: EngineCore) -> EngineStats:
+            return core.stats()
+
+        return self._thread.ask(stats).result()
 
     def close(self) -> None:
         """Stop the loop and free the model; running requests end with `EngineClosed`. Safe to call twice."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._loop.call_soon_threadsafe(self._core.close)
-        thread.join()
-        self._loop.close()
-        # The tensors go with these references, also when the caller keeps the engine object.
-        del self._core, self.model
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -211,24 +210,84 @@ class LLMEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._thread is None:
+    def _abandon(self, submission: "concurrent.futures.Future[None] | None", requests: list[Request]) -> None:
+        """Take back requests whose caller has gone; returns when they have ended."""
+        if submission is not None:
+            submission.cancel()
+        with suppress(EngineClosed):
+            self._thread.ask(lambda core: _abort_all(core, requests)).result()
+
+
+class _EngineThread:
+    """The thread that runs an engine's loop, and the door to it from other threads. Knows nothing of `LLMEngine`."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core: EngineCore | None = core
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop, core), name="deepinfer-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def core(self) -> EngineCore:
+        """For reading what never changes. Raises EngineClosed."""
+        if (core := self._core) is None:
             raise EngineClosed("the engine was closed; load it again with LLMEngine.from_pretrained")
+        return core
 
-    def _call(self, fn: Any, *args: Any) -> "concurrent.futures.Future[Any]":
-        """Run a plain function on the engine's loop."""
+    def ask(self, question: Callable[[EngineCore], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
+        """Run a coroutine on the engine's loop. What is asked before `close` is answered. Raises EngineClosed."""
+        with self._lock:
+            return asyncio.run_coroutine_threadsafe(question(self.core), self._loop)
 
-        async def call() -> Any:
-            return fn(*args)
+    def close(self) -> None:
+        """Stop the loop, drop the model, wait for the thread."""
+        with self._lock:
+            core, self._core = self._core, None
+            if core is not None:
+                with suppress(RuntimeError):  # the thread has died by an error of its own
+                    self._loop.call_soon_threadsafe(core.close)
+        # The garbage collector may drop an engine on any thread, this one included.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
-    def _abort(self, request_ids: list[str]) -> None:
-        def abort_all() -> None:
-            for request_id in request_ids:
-                self._core.abort(request_id)
+def _serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(core.run())
+    finally:
+        loop.close()
 
-        self._call(abort_all).result()
+
+async def _submit_all(core: EngineCore, requests: list[Request], sinks: "list[_Sink]") -> None:
+    for request, sink in zip(requests, sinks, strict=True):
+        await core.submit(request, sink.put, sink.fail)
+
+
+async def _abort_all(core: EngineCore, requests: list[Request]) -> None:
+    for request in requests:
+        core.abort(request.request_id)
+
+
+def _drawn_seed(engine_seed: int, count: int) -> int:
+    """The seed of a request that brings none. Far from its neighbours', because completions count up from it."""
+    digest = hashlib.blake2b(f"{engine_seed}/{count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def _torch_device(name: str | None) -> torch.device:
+    """The device of that name. Raises ConfigError if this machine does not have it."""
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    # What a build of torch does not know it says in one of these.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"EngineConfig.device = {name!r}: no such device here; {reason}") from error
+    return device
 
 
 class _Sink:
@@ -237,6 +296,7 @@ class _Sink:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.future: concurrent.futures.Future[RequestOutput] = concurrent.futures.Future()
         self._latest: RequestOutput | None = None
+        self._given: RequestOutput | None = None
         self._loop, self._event = loop, asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
@@ -251,22 +311,32 @@ class _Sink:
         self._notify()
 
     def _notify(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._event.set)
+        if self._loop is not None:
+            # A consumer whose loop has been closed listens no more.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._event.set)
 
     async def changed(self) -> RequestOutput:
         """The newest output that has not been handed out. Raises what the request failed with."""
-        await self._event.wait()
-        self._event.clear()
-        if self.future.done():
-            return self.future.result()
-        assert self._latest is not None
-        return self._latest
+        while not self.future.done() and self._latest is self._given:
+            self._event.clear()
+            await self._event.wait()
+        self._given = self.future.result() if self.future.done() else self._latest
+        assert self._given is not None
+        return self._given
 
-    def last_or(self, request: Request) -> RequestOutput:
+    def last_output(self, request: Request) -> RequestOutput:
         """The newest output, or an empty one for a request that never started."""
         if self._latest is not None:
             return self._latest
+        empty = [
+            CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort", seed=request.seed + i)
+            for i in range(request.params.n)
+        ]
         return RequestOutput(
-            request_id=request.request_id, prompt=request.prompt, prompt_token_ids=list(request.prompt_token_ids), finished=True
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=empty,
+            finished=True,
         )

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from deepinfer.errors import ConfigError
+from deepinfer.model.numerics import precision_named
+from deepinfer.sampling_params import SEED_LIMIT, shown
 
-AUTO = "auto"
+LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +18,9 @@ class EngineConfig:
         device: None is the accelerator if there is one, else the CPU.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most rows in a step; longer prompts are prefilled in chunks.
-        max_model_len: longest sequence, prompt and output together; None is the model's own limit.
+        max_model_len: longest sequence, prompt and output together; None is the model's own limit, and no more than that.
         block_size: tokens in a cache block.
-        num_blocks: cache blocks; None sizes the pool from free memory. A small pool forces preemption.
+        num_blocks: cache blocks for all sequences together; None sizes the pool from free memory. A small pool forces preemption.
         async_scheduling: steps that the host runs ahead of the device: 0 is the plain loop, 1 overlaps.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
@@ -40,18 +42,23 @@ class EngineConfig:
     def __post_init__(self) -> None:
         def require(name: str, condition: bool, rule: str) -> None:
             if not condition:
-                raise ConfigError(f"EngineConfig.{name} = {getattr(self, name)!r}: {rule}")
+                raise ConfigError(f"EngineConfig.{name} = {shown(getattr(self, name))}: {rule}")
 
+        def is_int(name: str, low: int, high: int = LARGEST) -> bool:
+            value = getattr(self, name)
+            return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+        precision, device = self.precision, self.device
+        require("precision", isinstance(precision, str), "expected the name of a precision")
+        precision_named(precision)
+        require("device", device is None or isinstance(device, str), "expected None or the name of a torch device")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queued_requests"):
-            value = getattr(self, name)
-            require(
-                name, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "expected an integer of at least 1"
-            )
+            require(name, is_int(name, 1), f"expected an integer from 1 to {LARGEST}")
         require("block_size", self.block_size % 2 == 0, "must be even: a ratio-2 group may not straddle blocks")
-        for name in ("max_model_len", "num_blocks"):
-            value = getattr(self, name)
-            require(name, value is None or (isinstance(value, int) and value >= 1), "expected None or an integer of at least 1")
-        require("async_scheduling", self.async_scheduling in (0, 1), "expected 0 (plain loop) or 1 (one step ahead)")
-        require("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, "must be at least max_num_seqs")
+        for name, low in (("max_model_len", 2), ("num_blocks", 1)):
+            valid = getattr(self, name) is None or is_int(name, low)
+            require(name, valid, f"expected None or an integer from {low} to {LARGEST}")
+        valid = isinstance(self.async_scheduling, int) and self.async_scheduling in (0, 1)
+        require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
         require("batch_invariant", isinstance(self.batch_invariant, bool), "expected True or False")
-        require("seed", isinstance(self.seed, int) and self.seed >= 0, "expected an integer of at least 0")
+        require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

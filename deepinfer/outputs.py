@@ -20,6 +20,7 @@ class CompletionOutput:
     """One completion so far. `text`, `token_ids` and `logprobs` always describe the same tokens.
 
     Attributes:
+        text: of all tokens but the one that stopped it; special tokens are left out if the parameters say so.
         logprobs: for each token a map of token id to `Logprob`: the chosen token, then the most probable ones.
         finish_reason: None while running; "stop" for the end-of-sequence token or a stop id, "length" for a limit.
         stop_reason: the stop token id that ended it, if it was not the end-of-sequence token.

@@ -1,17 +1,28 @@
 """What a user may ask of sampling; field names and meanings are vLLM's."""
 
-import math
 from dataclasses import dataclass, field
 
 from deepinfer.errors import Rejected
 
+MAX_COMPLETIONS = 1024
 MAX_LOGPROBS = 20
-MAX_SEED = 2**63
+MAX_TEMPERATURE = 1e6  # well within float32, in which logits are divided by it
+MAX_TOP_K = 2**31 - 1
+SEED_LIMIT = 2**63  # seeds are int64 on the device
+
+
+def shown(value: object) -> str:
+    """A value for a message: not longer than a line, and never a second error."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object whose repr fails
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
-        raise Rejected(f"SamplingParams.{name} = {value!r}: {rule}")
+        raise Rejected(f"SamplingParams.{name} = {shown(value)}: {rule}")
 
 
 def _is_int(value: object) -> bool:
@@ -30,7 +41,8 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as probable as the most probable one.
         seed: noise depends on it, on the token's position and on its id, and on nothing else. None: the engine draws one and
             returns it.
-        stop_token_ids: further ids that end the text, like the model's end-of-sequence token; the id stays in `token_ids`.
+        stop_token_ids: further ids that end the text, like the model's end-of-sequence token: the id stays in `token_ids` and
+            has no place in `text`.
         ignore_eos: go on after the end-of-sequence token.
         max_tokens: most tokens to produce; None is as many as the model's length allows.
         min_tokens: the end-of-sequence token and stop ids cannot be drawn before this many.
@@ -53,19 +65,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.n) and 1 <= self.n <= 1024, "n", self.n, "expected an integer from 1 to 1024")
-        for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        valid = _is_int(self.n) and 1 <= self.n <= MAX_COMPLETIONS
+        _require(valid, "n", self.n, f"expected an integer from 1 to {MAX_COMPLETIONS}")
+        for name, high in (("temperature", MAX_TEMPERATURE), ("top_p", 1.0), ("min_p", 1.0)):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            _require(is_number and low <= value <= high, name, value, f"expected a finite number from {low:g} to {high:g}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(is_number and 0 <= value <= high, name, value, f"expected a number from 0 to {high:g}")
         _require(self.top_p > 0, "top_p", self.top_p, "must be above 0")
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "expected an integer; 0 or -1 keeps all tokens")
-        _require(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < MAX_SEED),
-            "seed",
-            self.seed,
-            "expected None or 0 .. 2^63-1",
-        )
+        valid = _is_int(self.top_k) and -1 <= self.top_k <= MAX_TOP_K
+        _require(valid, "top_k", self.top_k, f"expected an integer up to {MAX_TOP_K}; 0 or -1 keeps all tokens")
+        valid = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= SEED_LIMIT - self.n)
+        _require(valid, "seed", self.seed, "expected None or an integer of at least 0, with seed + n at most 2^63")
         if isinstance(self.stop_token_ids, list):
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         valid = isinstance(self.stop_token_ids, tuple) and all(_is_int(i) and i >= 0 for i in self.stop_token_ids)

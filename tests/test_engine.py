@@ -117,11 +117,14 @@ def test_greedy_text_is_the_recorded_one(case: str, precision: str, depth: int) 
     with load(case, precision, async_scheduling=depth) as engine:
         found = tokens(generate(engine, recorded_prompts(case), params))
         check_empty(engine)
-    if precision == "float32" or (case != "select_full" and sums_as_recorded()):
-        assert found == expected
-    else:
-        # Index scores tie in rounded arithmetic, and a tie or another last bit of a sum parts the texts for good.
+    assert [len(text) for text in found] == [33] * len(expected)
+    if precision != "float32" and not sums_as_recorded():
+        pytest.skip("another last bit of a sum moves rounded values, and the texts part")
+    if (case, precision) == ("select_full", "native"):
+        # Index scores tie there, and another choice among equal ones parts the texts.
         assert [text[0] for text in found] == [text[0] for text in expected]
+    else:
+        assert found == expected
 
 
 @both_loops
@@ -154,10 +157,11 @@ def test_recorded_text_survives_chunks_preemption_and_company(case: str, depth: 
     ids=["roomy", "small blocks", "small budget", "one row a step", "tight"],
 )
 def test_many_prompts_at_once_give_what_each_gives_alone(settings: dict[str, int], depth: int) -> None:
-    prompts = some_prompts(12)
+    count = 5 if settings.get("max_num_batched_tokens") == 1 else 12
+    prompts = some_prompts(count)
     params = replace(GREEDY, max_tokens=8)
     expected = [alone("bf16_full", tuple(prompt), params) for prompt in prompts]
-    order = random.Random(depth).sample(range(12), 12)
+    order = random.Random(depth).sample(range(count), count)
     with load("bf16_full", async_scheduling=depth, **settings) as engine:
         found = generate(engine, [prompts[i] for i in order], params)
         preemptions = engine.stats().preemptions
@@ -398,7 +402,9 @@ def test_a_bad_prompt_is_refused_by_the_asynchronous_doors_too(prompt: Any, engi
 
 def test_a_request_that_can_never_fit_is_refused_with_the_sizes_before_anything_has_started() -> None:
     with load(block_size=4, num_blocks=6) as engine:
-        with pytest.raises(CapacityError, match=r"a prompt of 10 tokens and 15 new ones need 7 cache blocks of 4 tokens.* has 6"):
+        with pytest.raises(
+            CapacityError, match=r"prompt 1: a prompt of 10 tokens and 15 new ones need 7 cache blocks of 4 tokens.* has 6"
+        ):
             generate(engine, [[5] * 3, [5] * 10], replace(GREEDY, max_tokens=15))
         assert engine.stats().steps == 0
         with pytest.raises(CapacityError):
@@ -954,7 +960,9 @@ def generate():
 threading.Thread(target=generate, daemon=True).start()
 begun.wait()
 """
-    done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

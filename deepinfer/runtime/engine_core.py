@@ -124,13 +124,13 @@ class EngineCore:
         for live in lives:
             live.on_error(error)
 
-    def check_fits(self, request: Request) -> None:
+    def check_fits(self, request: Request, name: str) -> None:
         """Raise CapacityError, naming the sizes, if the cache is too small for the request even when it runs alone."""
         prompt, new, limits = len(request.prompt_token_ids), request.max_new_tokens, self.limits
         needed, usable = limits.blocks_for(prompt + new), limits.num_blocks - 1
         if needed > usable:
             raise CapacityError(
-                f"request {request.request_id}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
+                f"{name}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
                 f"{limits.block_size} tokens, the cache has {usable}; raise num_blocks or lower max_tokens"
             )
 
