@@ -62,8 +62,12 @@ class LLMEngine:
             raise ConfigError(f"unknown settings {', '.join(unknown)}; the fields of EngineConfig are: {known}")
         engine_config = EngineConfig(**config)
         folder = locate_checkpoint(path_or_preset)
-        ops = reference_ops(batch_invariant=engine_config.batch_invariant)
-        model = load_model(folder, engine_config.precision, _torch_device(engine_config.device), ops=ops)
+        device = _torch_device(engine_config.device)
+        on_cpu = device.type == "cpu"
+        if engine_config.batch_invariant and not on_cpu:
+            raise ConfigError(f"batch_invariant = True: proven on the CPU only, the device is {device}")
+        ops = reference_ops(batch_invariant=engine_config.batch_invariant, static_shapes=not on_cpu)
+        model = load_model(folder, engine_config.precision, device, ops=ops)
         return cls(model, Tokenizer.from_folder(folder), engine_config)
 
     @property
@@ -183,7 +187,7 @@ class LLMEngine:
             stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival_s=time.monotonic(),
         )
-        core.check_fits(request, f"prompt {index}")
+        core.limits.check_fits(request, f"prompt {index}")
         return request
 
     # ---- control ------------------------------------------------------------------------------------------------------

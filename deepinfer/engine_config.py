@@ -23,6 +23,7 @@ class EngineConfig:
         num_blocks: cache blocks for all sequences together; None sizes the pool from free memory. A small pool forces preemption.
         async_scheduling: steps that the host runs ahead of the device: 0 is the plain loop, 1 overlaps.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
+        cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         seed: seeds of requests that bring none derive from it.
     """
@@ -36,6 +37,7 @@ class EngineConfig:
     num_blocks: int | None = None
     async_scheduling: int = 1
     batch_invariant: bool = False
+    cuda_graphs: bool | str = "auto"
     max_queued_requests: int = 100_000
     seed: int = 0
 
@@ -60,5 +62,7 @@ class EngineConfig:
             require(name, valid, f"expected None or an integer from {low} to {LARGEST}")
         valid = isinstance(self.async_scheduling, int) and self.async_scheduling in (0, 1)
         require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
+        valid = isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto"
+        require("cuda_graphs", valid, 'expected True, False or "auto"')
         require("batch_invariant", isinstance(self.batch_invariant, bool), "expected True or False")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

@@ -403,14 +403,14 @@ def test_a_bad_prompt_is_refused_by_the_asynchronous_doors_too(prompt: Any, engi
 def test_a_request_that_can_never_fit_is_refused_with_the_sizes_before_anything_has_started() -> None:
     with load(block_size=4, num_blocks=6) as engine:
         with pytest.raises(
-            CapacityError, match=r"prompt 1: a prompt of 10 tokens and 15 new ones need 7 cache blocks of 4 tokens.* has 6"
+            CapacityError, match=r"prompt 1: a prompt of 10 tokens and 16 new ones need 7 cache blocks of 4 tokens.* has 6"
         ):
-            generate(engine, [[5] * 3, [5] * 10], replace(GREEDY, max_tokens=15))
+            generate(engine, [[5] * 3, [5] * 10], replace(GREEDY, max_tokens=16))
         assert engine.stats().steps == 0
         with pytest.raises(CapacityError):
             asyncio.run(engine.agenerate([5] * 10, replace(GREEDY, max_tokens=None)))
         # Exactly the whole pool is enough.
-        assert len(tokens(generate(engine, [5] * 10, replace(GREEDY, max_tokens=14)))[0]) == 14
+        assert len(tokens(generate(engine, [5] * 10, replace(GREEDY, max_tokens=15)))[0]) == 15
         assert engine.stats().usable_blocks == 6
 
 

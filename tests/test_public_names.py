@@ -38,7 +38,15 @@ LAYER_OF = {
     "bench": "tools",
     "cli": "cli",
 }
-WITHOUT_TORCH = ["runtime/request", "runtime/sequence", "runtime/plan", "runtime/ids", "runtime/scheduler", "runtime/release", "config"]
+WITHOUT_TORCH = [
+    "runtime/request",
+    "runtime/sequence",
+    "runtime/plan",
+    "runtime/ids",
+    "runtime/scheduler",
+    "runtime/release",
+    "config",
+]
 
 
 def imports_of(path: Path) -> set[str]:

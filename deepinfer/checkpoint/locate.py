@@ -17,6 +17,8 @@ def locate_checkpoint(path_or_preset: Path | str) -> Path:
 
     Raises: CheckpointError if it is neither.
     """
+    if not isinstance(path_or_preset, str | Path):
+        raise CheckpointError(f"model: expected a folder or the name of a preset, got {type(path_or_preset).__name__}")
     path = Path(path_or_preset)
     if path.is_dir():
         return path

@@ -29,13 +29,13 @@ def mix64(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 def uniform(
     seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"], token_ids: Int[Tensor, "... V"], role: int
 ) -> Float[Tensor, "B V"]:
-    """Uniform numbers strictly between 0 and 1 with 53 random bits, float64.
+    """Uniform numbers strictly between 0 and 1 with 52 random bits, float64.
 
     `positions` are absolute positions of the token that the noise decides.
     """
     key = mix64(mix64(seeds + _GOLDEN) ^ (positions * 4 + role))
     bits = mix64(key[:, None] + (token_ids + 1) * _GOLDEN)
-    return (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(seeds: Int[Tensor, " B"], positions: Int[Tensor, " B"], vocab_size: int, role: int = TARGET) -> Float[Tensor, "B V"]:

@@ -7,12 +7,15 @@ conflicting launches is ordered by a stream or an event.
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 COMPUTE, COPY = "compute", "copy"  # stream names: the model and the sampler; device-to-host copies
+MEMINFO = Path("/proc/meminfo")
 WARM_UP_RUNS = 2  # before a capture, so that lazy initialisation is over
 POLL_S = 2e-5  # between two looks at an event; each look yields to other coroutines
 
@@ -32,6 +35,7 @@ class Device(Protocol):
 
     torch_device: torch.device
     checks_accesses: bool  # whether the names of what a launch touches are used
+    can_capture: bool  # whether `capture` saves host work
 
     def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
         """Queue `thunk` on a stream. `reads` and `writes` name the resources it touches."""
@@ -73,7 +77,7 @@ class InlineDevice:
 
     def __init__(self, torch_device: torch.device | str = "cpu") -> None:
         self.torch_device = torch.device(torch_device)
-        self.checks_accesses = False
+        self.checks_accesses = self.can_capture = False
 
     def launch(self, stream: str, thunk: Thunk, *, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
         thunk()
@@ -96,7 +100,7 @@ class AcceleratorDevice:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self.checks_accesses = False
+        self.checks_accesses, self.can_capture = False, torch_device.type == "cuda"
         self._copy = torch.Stream(torch_device)
 
     def _stream(self, name: str) -> torch.Stream:
@@ -119,7 +123,7 @@ class AcceleratorDevice:
         event.synchronize()
 
     def capture(self, fn: Thunk) -> Thunk:
-        if self.torch_device.type != "cuda":
+        if not self.can_capture:
             return fn
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -142,5 +146,8 @@ def open_device(torch_device: torch.device) -> Device:
 def free_memory_bytes(torch_device: torch.device) -> int:
     """Memory that can still be allocated on the device."""
     if torch_device.type == "cpu":
+        # Linux counts memory that only caches files as available; SC_AVPHYS_PAGES leaves it out.
+        if MEMINFO.exists() and (found := re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)):
+            return int(found.group(1)) * 1024
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(torch.get_device_module(torch_device).mem_get_info(torch_device)[0])

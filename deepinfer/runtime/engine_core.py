@@ -57,7 +57,7 @@ class EngineCore:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device) -> None:
         self.config = config
         self.limits = _limits(model, config, device)
-        self.worker = _open_worker(model, self.limits, device)
+        self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device))
         self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic)
         self.steps = self.generated_tokens = 0
         self._next_seq_id = 0
@@ -124,16 +124,6 @@ class EngineCore:
         for live in lives:
             live.on_error(error)
 
-    def check_fits(self, request: Request, name: str) -> None:
-        """Raise CapacityError, naming the sizes, if the cache is too small for the request even when it runs alone."""
-        prompt, new, limits = len(request.prompt_token_ids), request.max_new_tokens, self.limits
-        needed, usable = limits.blocks_for(prompt + new), limits.num_blocks - 1
-        if needed > usable:
-            raise CapacityError(
-                f"{name}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
-                f"{limits.block_size} tokens, the cache has {usable}; raise num_blocks or lower max_tokens"
-            )
-
     async def submit(
         self, request: Request, on_output: Callable[[RequestOutput], None], on_error: Callable[[DeepInferError], None]
     ) -> None:
@@ -157,8 +147,7 @@ class EngineCore:
 
     @property
     def _is_full(self) -> bool:
-        # The queue may hold aborted sequences; with nothing but those there is no step that would remove them.
-        return len(self.scheduler.waiting) >= self.config.max_queued_requests and self.scheduler.has_work
+        return len(self.scheduler.waiting) >= self.config.max_queued_requests
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has; unknown or finished ids do nothing."""
@@ -184,7 +173,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters
         return EngineStats(
-            num_waiting=sum(s.status is Status.WAITING for s in self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting),
             num_running=len(self.scheduler.running),
             free_blocks=self.scheduler.blocks.num_free,
             usable_blocks=self.scheduler.blocks.num_usable,
@@ -221,10 +210,23 @@ def _limits(model: Transformer, config: EngineConfig, device: Device) -> Schedul
     )
 
 
-def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device) -> Worker:
+def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
+    """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs."""
+    can_capture = device.can_capture and model.numerics.ops.static_shapes
+    if config.cuda_graphs is True and not can_capture:
+        raise ConfigError(
+            f"EngineConfig.cuda_graphs = True: needs a CUDA device and reference_ops(static_shapes=True), "
+            f"got {device.torch_device} and static_shapes={model.numerics.ops.static_shapes}"
+        )
+    if config.cuda_graphs is False or not can_capture:
+        return ()
+    return tuple(1 << i for i in range((config.max_num_seqs - 1).bit_length() + 1))
+
+
+def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device, buckets: tuple[int, ...]) -> Worker:
     sizes = CacheSizes(num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size)
     try:
-        return Worker(model, sizes, device)
+        return Worker(model, sizes, device, buckets)
     # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
     except RuntimeError as error:
         raise CapacityError(

@@ -64,7 +64,7 @@ class FuzzDevice:
 
     def __init__(self, seed: int, eagerness: float = 0.5) -> None:
         self.torch_device = torch.device("cpu")
-        self.checks_accesses = True
+        self.checks_accesses, self.can_capture = True, False
         self.random, self.eagerness = random.Random(seed), eagerness
         self.queues: dict[str, list[_Launch]] = {}
         self.launched: dict[str, int] = {}

@@ -53,11 +53,13 @@ class StepLoop:
         state = None if plan is None else self._submit(plan, self.previous)
         previous, self.previous = self.previous, state
         events = await self.pre_sampler_sync(previous)
-        if state is not None:
-            self.worker.submit_sampler(state)
-        # The device has everything it needs; what is left runs beside it.
-        if previous is not None:
-            self._tell(events)
+        try:
+            if state is not None:
+                self.worker.submit_sampler(state)
+        finally:
+            # The device has everything it needs; what is left runs beside it. A step that fails does not take back the last.
+            if previous is not None:
+                self._tell(events)
         return True
 
     async def pre_sampler_sync(self, previous: WorkerStepState | None) -> list[SequenceEvent]:

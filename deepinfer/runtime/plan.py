@@ -72,7 +72,6 @@ class SequenceResult(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from deepinfer.errors import CapacityError
 from deepinfer.runtime.ids import IdPool
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.release import DeferredRelease
+from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
 
 
@@ -27,6 +28,17 @@ class SchedulerLimits:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def check_fits(self, request: Request, name: str) -> None:
+        """Raise `CapacityError`, naming the sizes, if the cache is too small for the request even when it runs alone."""
+        prompt, new = len(request.prompt_token_ids), request.max_new_tokens
+        # The last token is never fed, so it takes no place.
+        needed, usable = self.blocks_for(prompt + new - 1), self.num_blocks - 1
+        if needed > usable:
+            raise CapacityError(
+                f"{name}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
+                f"{self.block_size} tokens, the cache has {usable}; raise num_blocks or lower max_tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +78,21 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
-        longest = sequence.num_prompt_tokens + sequence.request.max_new_tokens
-        needed = self.limits.blocks_for(longest)
-        if needed > self.blocks.num_usable:
-            raise CapacityError(
-                f"request {sequence.request.request_id}: a prompt of {sequence.num_prompt_tokens} tokens and "
-                f"{sequence.request.max_new_tokens} new ones need {needed} cache blocks of {self.limits.block_size} tokens, "
-                f"the cache has {self.blocks.num_usable}; raise num_blocks or lower max_tokens"
-            )
+        self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
         if sequence.status is Status.FINISHED:
             return
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
+        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.finish_reason = "abort"
         self._retire(sequence, Status.FINISHED)
 
     @property
     def has_work(self) -> bool:
         """Whether a sequence still has something to plan or a step is in flight."""
-        return bool(self.running or self._in_flight or any(s.status is Status.WAITING for s in self.waiting))
+        return bool(self.running or self._in_flight or self.waiting)
 
     # ---- planning -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +100,7 @@ class Scheduler:
         """Plan the next step from confirmed state and in-flight bounds alone; None if nothing can run now."""
         budget = self.limits.max_num_batched_tokens
         planned: list[tuple[Sequence, SequencePlan]] = []
-        preempted = False
+        everyone_fits = True  # else memory that comes free belongs to those who run
         for sequence in tuple(self.running):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
@@ -106,8 +110,7 @@ class Scheduler:
                 continue
             reserved = self._reserve(sequence, start + count)
             while not reserved and not self._shortfall_is_on_its_way(sequence, start + count):
-                victim = self.running[-1]
-                preempted = True
+                victim, everyone_fits = self.running[-1], False
                 self._preempt(victim)
                 if victim is sequence:
                     break
@@ -115,7 +118,9 @@ class Scheduler:
             if reserved:
                 planned.append((sequence, self._plan(sequence, start, count)))
                 budget -= count
-        if not preempted:
+            else:
+                everyone_fits = False
+        if everyone_fits:
             planned += [(sequence, self._plan(sequence, start, count)) for sequence, start, count in self._admit(budget)]
         return self._commit_plan(planned)
 
@@ -149,9 +154,6 @@ class Scheduler:
     def _admit(self, budget: int) -> Iterator[tuple[Sequence, int, int]]:
         while self.waiting and budget > 0 and self.slots.num_free > 0:
             sequence = self.waiting[0]
-            if sequence.status is Status.FINISHED:
-                self.waiting.popleft()
-                continue
             count = min(len(sequence.token_ids), budget)
             if not self._reserve(sequence, count):
                 break
@@ -209,10 +211,7 @@ class Scheduler:
                 self.counters.stale_results += 1
                 continue
             sequence.confirmed += ticket.q_cap
-            if outcome.error is not None:
-                self.abort(sequence)
-                events.append(SequenceEvent(sequence, outcome))
-            elif ticket.is_sampling:
+            if ticket.is_sampling:
                 self._append(sequence, outcome.token_ids)
                 events.append(SequenceEvent(sequence, outcome))
         self.release.drain(step.step_seq)

@@ -101,7 +101,7 @@ class TracingDevice:
 
     def __init__(self, inner: Device, tracer: Tracer) -> None:
         self.inner, self.tracer = inner, tracer
-        self.torch_device, self.checks_accesses = inner.torch_device, inner.checks_accesses
+        self.torch_device, self.checks_accesses, self.can_capture = inner.torch_device, inner.checks_accesses, inner.can_capture
         if self.torch_device.type != "cpu":
             tracer.align(self.torch_device)
 

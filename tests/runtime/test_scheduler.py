@@ -415,9 +415,9 @@ def test_a_scheduler_whose_requests_were_all_aborted_has_no_work(depth: int) -> 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_sizes() -> None:
     bench = Bench(depth=0, usable_blocks=4)
-    bench.add(endless("fits", some_prompt(9), 7))
-    with pytest.raises(CapacityError, match=r"request big: .*10 tokens and 7 new ones need 5 cache blocks of 4 tokens, .*has 4"):
-        bench.scheduler.add(Sequence(endless("big", some_prompt(10), 7), 0, 9, some_prompt(10)))
+    bench.add(endless("fits", some_prompt(10), 7))
+    with pytest.raises(CapacityError, match=r"request big: .*11 tokens and 7 new ones need 5 cache blocks of 4 tokens, .*has 4"):
+        bench.scheduler.add(Sequence(endless("big", some_prompt(11), 7), 0, 9, some_prompt(11)))
     bench.run()
     bench.check_texts()
 
@@ -427,7 +427,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_sizes() -> None:
 def test_the_tightest_pool_serves_everybody(depth: int, block_size: int) -> None:
     rng = random.Random(block_size)
     requests = [make_request(str(i), some_prompt(rng.randint(1, 20), i), rng.randint(1, 20)) for i in range(12)]
-    longest = max(len(r.prompt_token_ids) + r.max_new_tokens for r in requests)
+    longest = max(len(r.prompt_token_ids) + r.max_new_tokens - 1 for r in requests)
     bench = Bench(depth=depth, block_size=block_size, usable_blocks=-(-longest // block_size), max_num_seqs=5, budget=9)
     for request in requests:
         bench.add(request)
