@@ -22,6 +22,9 @@ class EngineConfig:
         block_size: tokens in a cache block.
         num_blocks: cache blocks for all sequences together; None sizes the pool from free memory. A small pool forces preemption.
         async_scheduling: steps that the host runs ahead of the device: 0 is the plain loop, 1 overlaps.
+        num_speculative_tokens: drafts that a step verifies for a sequence, at most the model's block size. The text is the
+            target's own, as without drafts (to the bit with `batch_invariant`). 0 by default: the plain operations gain nothing
+            from drafts on a CPU.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
@@ -36,6 +39,7 @@ class EngineConfig:
     block_size: int = 64
     num_blocks: int | None = None
     async_scheduling: int = 1
+    num_speculative_tokens: int = 0
     batch_invariant: bool = False
     cuda_graphs: bool | str = "auto"
     max_queued_requests: int = 100_000
@@ -60,6 +64,7 @@ class EngineConfig:
         for name, low in (("max_model_len", 2), ("num_blocks", 1)):
             valid = getattr(self, name) is None or is_int(name, low)
             require(name, valid, f"expected None or an integer from {low} to {LARGEST}")
+        require("num_speculative_tokens", is_int("num_speculative_tokens", 0), "expected an integer of at least 0")
         valid = isinstance(self.async_scheduling, int) and self.async_scheduling in (0, 1)
         require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
         valid = isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto"

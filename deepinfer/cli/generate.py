@@ -29,6 +29,7 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "num_blocks",
     "async_scheduling",
+    "num_speculative_tokens",
 )
 
 
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's)")
     engine.add_argument("--num-blocks", type=int, help="cache blocks (default: from free memory)")
     engine.add_argument("--async-scheduling", type=int, choices=(0, 1), default=1, help="steps the host runs ahead (default 1)")
+    engine.add_argument("--num-speculative-tokens", type=int, default=0, help="drafts verified in a step (default 0)")
     engine.add_argument("--batch-invariant", action="store_true", help="a row's bits do not depend on its batch")
 
 

@@ -46,6 +46,8 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     stale_results: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 class EngineCore:
@@ -182,6 +184,8 @@ class EngineCore:
             generated_tokens=self.generated_tokens,
             preemptions=counters.preemptions,
             stale_results=counters.stale_results,
+            drafted_tokens=counters.drafted,
+            accepted_tokens=counters.accepted,
         )
 
 
@@ -207,7 +211,17 @@ def _limits(model: Transformer, config: EngineConfig, device: Device) -> Schedul
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,
+        num_speculative_tokens=num_drafts(model, config),
     )
+
+
+def num_drafts(model: Transformer, config: EngineConfig) -> int:
+    """Drafts for each step. Raises `ConfigError` for more than the model's draft blocks were made for."""
+    draft = model.config.draft
+    most = draft.block_size if draft.n_layers else 0
+    if config.num_speculative_tokens > most:
+        raise ConfigError(f"EngineConfig.num_speculative_tokens = {config.num_speculative_tokens}: the model drafts at most {most}")
+    return config.num_speculative_tokens
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
@@ -224,9 +238,12 @@ def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> 
 
 
 def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device, buckets: tuple[int, ...]) -> Worker:
-    sizes = CacheSizes(num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size)
+    drafts = limits.num_speculative_tokens
+    sizes = CacheSizes(
+        num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=drafts
+    )
     try:
-        return Worker(model, sizes, device, buckets)
+        return Worker(model, sizes, device, buckets, drafts)
     # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
     except RuntimeError as error:
         raise CapacityError(

@@ -24,7 +24,8 @@ def _no_span(name: str) -> AbstractContextManager[None]:
 
 
 class StepLoop:
-    """One pipeline of steps. `previous` is the step whose result has not been applied yet, if there is one.
+    """One pipeline of steps. `previous` is the step whose result has not been applied yet, if there is one; `newest` is the step
+    submitted last, whose device outputs the next one may read.
 
     `on_events` is called once for each applied step. `span` brackets the host's phases (see `deepinfer.runtime.trace`).
     """
@@ -32,6 +33,7 @@ class StepLoop:
     def __init__(self, scheduler: Scheduler, worker: Worker, depth: int, on_events: OnEvents, span: SpanFn = _no_span) -> None:
         self.scheduler, self.worker, self.depth, self.on_events, self.span = scheduler, worker, depth, on_events, span
         self.previous: WorkerStepState | None = None
+        self.newest: WorkerStepState | None = None
 
     async def step(self) -> bool:
         """Advance by one step; False if there was nothing to do. Not to be cancelled: a step's result would be lost."""
@@ -41,7 +43,7 @@ class StepLoop:
         plan = self._schedule()
         if plan is None:
             return False
-        state = self._submit(plan, None)
+        state = self._submit(plan)
         self.worker.submit_sampler(state)
         self._tell(await self._commit(state))
         return True
@@ -50,7 +52,7 @@ class StepLoop:
         plan = self._schedule()
         if plan is None and self.previous is None:
             return False
-        state = None if plan is None else self._submit(plan, self.previous)
+        state = None if plan is None else self._submit(plan)
         previous, self.previous = self.previous, state
         events = await self.pre_sampler_sync(previous)
         try:
@@ -73,9 +75,10 @@ class StepLoop:
         with self.span("schedule"):
             return self.scheduler.schedule()
 
-    def _submit(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
+    def _submit(self, plan: SchedulerOutputs) -> WorkerStepState:
         with self.span("submit"):
-            return self.worker.submit_forward(plan, previous)
+            self.newest = self.worker.submit_forward(plan, self.newest)
+            return self.newest
 
     async def _commit(self, state: WorkerStepState) -> list[SequenceEvent]:
         """Wait for a step's tokens and apply them."""

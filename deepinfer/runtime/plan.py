@@ -24,8 +24,9 @@ class SequencePlan(NamedTuple):
         num_output_tokens: tokens produced before this step, in-flight ones included.
         blocks: its cache blocks, covering every position the rows may reach.
         start: position of the first row; with `remap` an upper bound, good for reserving memory only.
-        token_ids: tokens to feed; empty if the single row's token is still on the device.
+        token_ids: tokens to feed; empty if they are on the device: the token drawn last, and drafts.
         q_cap: rows.
+        n_drafts: rows at their end that feed drafts of the step before.
         remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host
             knows all tokens.
         is_sampling: draw a token after the last row.
@@ -39,6 +40,7 @@ class SequencePlan(NamedTuple):
     start: int
     token_ids: tuple[int, ...]
     q_cap: int
+    n_drafts: int
     remap: int
     is_sampling: bool
     seed: int
@@ -72,6 +74,10 @@ class SequenceResult(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    def first(self, count: int) -> "SequenceResult":
+        """The same, cut to its first tokens."""
+        return SequenceResult(self.token_ids[:count], None if self.logprobs is None else self.logprobs[:count])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

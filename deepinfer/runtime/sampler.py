@@ -15,33 +15,50 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingMetadata:
-    """Parameters of the S sampling rows; `blocked` names tokens that may not be drawn (min_tokens)."""
+    """Parameters of the R rows that get logits.
 
-    temperature: Float[Tensor, " S"]
-    top_k: Int[Tensor, " S"]
-    top_p: Float[Tensor, " S"]
-    min_p: Float[Tensor, " S"]
-    seeds: Int[Tensor, " S"]
-    blocked: Bool[Tensor, "S V"] | None
+    Attributes:
+        stops: tokens that may not be drawn at positions below `first_stop` (min_tokens); None if no row has any.
+        num_top: most probable tokens to report; None: no log probabilities at all.
+    """
+
+    temperature: Float[Tensor, " R"]
+    top_k: Int[Tensor, " R"]
+    top_p: Float[Tensor, " R"]
+    min_p: Float[Tensor, " R"]
+    seeds: Int[Tensor, " R"]
+    stops: Bool[Tensor, "R V"] | None
+    first_stop: Int[Tensor, " R"]
     any_random: bool
     any_filter: bool
-    num_top: int | None  # most probable tokens to report; None: no log probabilities at all
+    num_top: int | None
 
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
         tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
         return replace(self, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))  # type: ignore[arg-type]
 
+    def rows(self, places: Int[Tensor, " n"]) -> "SamplingMetadata":
+        """The parameters of some of the rows."""
+        tensors = {name: value[places] for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerOutput:
-    """What the sampler drew, on the device or (after `to_host`) on the host."""
+    """What the sampler drew, on the device or (after `to_host`) on the host.
 
-    token_ids: Int[Tensor, " S"]
-    logprobs: Float[Tensor, " S"] | None = None
-    ranks: Int[Tensor, " S"] | None = None
-    top_logprobs: Float[Tensor, "S n"] | None = None
-    top_ids: Int[Tensor, "S n"] | None = None
+    Attributes:
+        token_ids: the target's own token for each row that got logits.
+        emitted: tokens that each sampling group keeps: accepted drafts and one more.
+    """
+
+    token_ids: Int[Tensor, " R"]
+    emitted: Int[Tensor, " S"]
+    logprobs: Float[Tensor, " R"] | None = None
+    ranks: Int[Tensor, " R"] | None = None
+    top_logprobs: Float[Tensor, "R n"] | None = None
+    top_ids: Int[Tensor, "R n"] | None = None
 
     def to_host(self) -> "SamplerOutput":
         """Host copies, made without waiting; valid once the event recorded after them has passed."""
@@ -57,14 +74,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
     """Sampling parameters of a plan, as host tensors."""
-    rows = [seq for seq in plan.sequences if seq.is_sampling]
+    rows = [seq for seq in plan.sequences if seq.is_sampling for _ in range(1 + seq.n_drafts)]
     params = [seq.request.params for seq in rows]
-    blocked = None
+    stops = None
     if any(seq.num_output_tokens < p.min_tokens for seq, p in zip(rows, params, strict=True)):
-        blocked = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+        stops = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for row, seq in enumerate(rows):
-            if seq.num_output_tokens < params[row].min_tokens:
-                blocked[row, sorted(seq.request.stop_token_ids)] = True
+            stops[row, sorted(seq.request.stop_token_ids)] = True
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     return SamplingMetadata(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -72,7 +88,8 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=torch.tensor([_wrapped(seq.seed) for seq in rows], dtype=torch.int64),
-        blocked=blocked,
+        stops=stops,
+        first_stop=torch.tensor([len(seq.request.prompt_token_ids) + seq.request.params.min_tokens for seq in rows]),
         any_random=any(p.temperature > 0 for p in params),
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         num_top=max(wanted) if wanted else None,
@@ -84,11 +101,13 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def draw(logits: Float[Tensor, "S V"], meta: SamplingMetadata, positions: Int[Tensor, " S"]) -> SamplerOutput:
-    """Draw the token at each row's absolute position; log probabilities are those of the unmodified logits."""
-    allowed = logits if meta.blocked is None else logits.masked_fill(meta.blocked, NEG_INF)
-    token_ids = sample(
-        allowed,
+def choose(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+    """The target's token at each row's absolute position."""
+    if meta.stops is not None:
+        is_blocked = meta.stops & (positions < meta.first_stop)[:, None]
+        logits = logits.masked_fill(is_blocked, NEG_INF)
+    return sample(
+        logits,
         meta.temperature,
         meta.top_k,
         meta.top_p,
@@ -98,26 +117,29 @@ def draw(logits: Float[Tensor, "S V"], meta: SamplingMetadata, positions: Int[Te
         any_random=meta.any_random,
         any_filter=meta.any_filter,
     )
-    if meta.num_top is None:
-        return SamplerOutput(token_ids=token_ids)
-    chosen, ranks, top, top_ids = token_logprobs(logits, token_ids, meta.num_top)
-    return SamplerOutput(token_ids=token_ids, logprobs=chosen, ranks=ranks, top_logprobs=top, top_ids=top_ids)
+
+
+def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | None) -> SamplerOutput:
+    """Add the log probabilities of the unmodified logits, if they are wanted."""
+    if num_top is None:
+        return drawn
+    chosen, ranks, top, top_ids = token_logprobs(logits, drawn.token_ids, num_top)
+    return replace(drawn, logprobs=chosen, ranks=ranks, top_logprobs=top, top_ids=top_ids)
 
 
 def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
     """Split the host copy into one result for each row group."""
-    tokens = host.token_ids.tolist()
+    tokens, emitted = host.token_ids.tolist(), iter(host.emitted.tolist())
     results, row = [], 0
     for seq in plan.sequences:
         if not seq.is_sampling:
             results.append(SequenceResult())
             continue
-        logprobs = None
+        kept = range(row, row + next(emitted))
         wanted = seq.request.params.logprobs
-        if wanted is not None:
-            logprobs = (_token_logprobs(host, row, wanted),)
-        results.append(SequenceResult(token_ids=(tokens[row],), logprobs=logprobs))
-        row += 1
+        logprobs = None if wanted is None else tuple(_token_logprobs(host, r, wanted) for r in kept)
+        results.append(SequenceResult(tuple(tokens[r] for r in kept), logprobs))
+        row += 1 + seq.n_drafts
     return StepResult(step_seq=plan.step_seq, sequences=tuple(results))
 
 

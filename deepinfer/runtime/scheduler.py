@@ -25,6 +25,7 @@ class SchedulerLimits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    num_speculative_tokens: int = 0  # most drafts verified for a sequence in a step
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -32,8 +33,8 @@ class SchedulerLimits:
     def check_fits(self, request: Request, name: str) -> None:
         """Raise `CapacityError`, naming the sizes, if the cache is too small for the request even when it runs alone."""
         prompt, new = len(request.prompt_token_ids), request.max_new_tokens
-        # The last token is never fed, so it takes no place.
-        needed, usable = self.blocks_for(prompt + new - 1), self.num_blocks - 1
+        # The last token is never fed, so it takes no place; drafts in flight and in the next step may take some and be rejected.
+        needed, usable = self.blocks_for(prompt + new - 1 + 2 * self.num_speculative_tokens), self.num_blocks - 1
         if needed > usable:
             raise CapacityError(
                 f"{name}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
@@ -57,6 +58,8 @@ class SchedulerCounters:
     preemptions: int = 0
     stale_results: int = 0
     chunked_prefills: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -71,7 +74,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.counters = SchedulerCounters()
         self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
-        self._last_row_of: dict[int, int] = {}  # seq_id -> row group in the newest planned step
+        # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
+        self._last_row_of: dict[int, tuple[int, int]] = {}
         self._next_step = 0
 
     # ---- adding and removing ------------------------------------------------------------------------------------------
@@ -127,6 +131,8 @@ class Scheduler:
     def _wanted(self, sequence: Sequence, position: int) -> int:
         """Rows the sequence could use from `position` on, before any budget."""
         known = len(sequence.token_ids)
+        if self._continues_last_step(sequence, position):
+            return 1 + self._drafts_wanted(sequence)
         if position < known:
             return known - position
         # All known tokens are planned. Each sampling step in flight yields one more; feed it from the device, unless the
@@ -134,6 +140,18 @@ class Scheduler:
         in_flight = sequence.num_sampling_inflight
         can_grow = in_flight > 0 and sequence.num_output_tokens + in_flight < sequence.request.max_new_tokens
         return 1 if can_grow else 0
+
+    def _continues_last_step(self, sequence: Sequence, position: int) -> bool:
+        """Whether the next row feeds the token that the newest planned step draws, and drafts of that step may follow it."""
+        row = self._last_row_of.get(sequence.seq_id)
+        if self.limits.num_speculative_tokens == 0 or row is None or row[1] != sequence.epoch:
+            return False
+        return self._drafts_wanted(sequence) >= 0 and len(sequence.token_ids) - position <= 1
+
+    def _drafts_wanted(self, sequence: Sequence) -> int:
+        """Drafts that could still be of use; negative if the sequence needs no further step. Each step in flight yields a token."""
+        left = sequence.request.max_new_tokens - sequence.num_output_tokens - sequence.num_sampling_inflight
+        return min(self.limits.num_speculative_tokens, left - 1)
 
     def _missing_blocks(self, sequence: Sequence, end: int) -> int:
         return self.limits.blocks_for(end) - len(sequence.blocks)
@@ -167,7 +185,8 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, start: int, count: int) -> SequencePlan:
         known = len(sequence.token_ids)
-        is_on_device = start >= known
+        continues = self._continues_last_step(sequence, start)
+        is_on_device = continues or start >= known
         assert sequence.slot is not None
         return SequencePlan(
             request=sequence.request,
@@ -178,7 +197,8 @@ class Scheduler:
             start=start,
             token_ids=() if is_on_device else tuple(sequence.token_ids[start : start + count]),
             q_cap=count,
-            remap=self._last_row_of[sequence.seq_id] if is_on_device else NOT_IN_LAST_STEP,
+            n_drafts=count - 1 if continues else 0,
+            remap=self._last_row_of[sequence.seq_id][0] if is_on_device else NOT_IN_LAST_STEP,
             is_sampling=start + count >= known,
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
@@ -187,12 +207,13 @@ class Scheduler:
     def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
         if not planned:
             return None
-        kind = StepKind.DECODE if all(plan.q_cap == 1 for _, plan in planned) else StepKind.PREFILL
+        is_decode = all(plan.q_cap - plan.n_drafts == 1 for _, plan in planned)
+        kind = StepKind.DECODE if is_decode else StepKind.PREFILL
         step = SchedulerOutputs(step_seq=self._next_step, kind=kind, sequences=tuple(plan for _, plan in planned))
         self._next_step += 1
         for sequence, plan in planned:
-            sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.is_sampling))
-        self._last_row_of = {plan.seq_id: row for row, (_, plan) in enumerate(planned)}
+            sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.n_drafts, plan.is_sampling))
+        self._last_row_of = {plan.seq_id: (row, plan.epoch) for row, (_, plan) in enumerate(planned) if plan.is_sampling}
         self._in_flight.append((step, [sequence for sequence, _ in planned]))
         self.counters.scheduled_tokens += step.num_rows
         return step
@@ -210,16 +231,21 @@ class Scheduler:
             if ticket.epoch != sequence.epoch:
                 self.counters.stale_results += 1
                 continue
-            sequence.confirmed += ticket.q_cap
+            sequence.confirmed += ticket.q_cap - ticket.n_drafts
             if ticket.is_sampling:
-                self._append(sequence, outcome.token_ids)
+                accepted = len(outcome.token_ids) - 1
+                sequence.confirmed += accepted
+                self.counters.drafted += ticket.n_drafts
+                self.counters.accepted += accepted
+                outcome = outcome.first(self._append(sequence, outcome.token_ids))
                 events.append(SequenceEvent(sequence, outcome))
         self.release.drain(step.step_seq)
         return events
 
-    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> int:
+        """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
         request = sequence.request
-        for token in token_ids:
+        for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
             is_stop = token in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens
             if is_stop:
@@ -230,7 +256,8 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
                 self._retire(sequence, Status.FINISHED)
-                return
+                return count
+        return len(token_ids)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it will be computed again from its known tokens, before newer requests."""

@@ -24,12 +24,14 @@ class Ticket(NamedTuple):
 
     Attributes:
         q_cap: rows scheduled, in tokens.
+        n_drafts: rows at their end that hold drafts and may be rejected.
         is_sampling: whether the step draws at least one token for this sequence.
     """
 
     step_seq: int
     epoch: int
     q_cap: int
+    n_drafts: int
     is_sampling: bool
 
 
@@ -91,7 +93,7 @@ class Sequence:
 
     @property
     def next_position(self) -> int:
-        """Position of the next row to plan."""
+        """Position of the next row to plan; an upper bound while drafts are in flight."""
         return self.confirmed + self.total_inflight_tokens
 
     @property

@@ -47,3 +47,4 @@ class StaticDecode:
         self._replay()
         outputs.next_start.copy_(self.next_start)
         outputs.final.copy_(self.final[sample_rows])
+        outputs.positions.copy_(self.next_start[sample_rows] - 1)

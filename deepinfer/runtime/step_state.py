@@ -17,7 +17,8 @@ from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
 from deepinfer.runtime.staging import to_device
 
 POISON = -1  # a token or position that the host does not know
-FORWARD_INPUTS = ("token_ids", "seq_ids", "offsets", "remaining", "starts", "q_lens", "remap", "slots", "block_tables")
+SAMPLER_INPUTS = ("sample_rows", "sample_of", "sample_index", "draft_follows", "sample_groups", "first_logit")
+FORWARD_INPUTS = ("token_ids", "seq_ids", "offsets", "remaining", "starts", "q_lens", "n_drafts", "remap", "slots", "block_tables")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,8 +31,13 @@ class SequenceMetadata:
         starts: first position of each group; `POISON` where the step before decides it: the device alone knows true lengths.
         q_lens: rows of each group.
         remap: group of the same sequence in the step before; -1 if the host knows everything.
-        sample_rows: last row of each group that samples.
-        sample_groups: those groups.
+        n_drafts: rows at the end of each group that feed drafts.
+        sample_rows: rows that get logits: the last certain row of each group that samples, and its drafts.
+        sample_of: which sampling group each of them belongs to, counted among those that sample.
+        sample_index: its place among the logits of its group.
+        draft_follows: 1 if the next row of the group feeds a draft.
+        sample_groups: the groups that sample.
+        first_logit: which of the rows with logits is the first of each of them.
         block_size: tokens in a cache block.
     """
 
@@ -41,11 +47,16 @@ class SequenceMetadata:
     remaining: Int[Tensor, " T"]
     starts: Int[Tensor, " B"]
     q_lens: Int[Tensor, " B"]
+    n_drafts: Int[Tensor, " B"]
     remap: Int[Tensor, " B"]
     slots: Int[Tensor, " B"]
     block_tables: Int[Tensor, "B blocks"]
-    sample_rows: Int[Tensor, " S"]
+    sample_rows: Int[Tensor, " R"]
+    sample_of: Int[Tensor, " R"]
+    sample_index: Int[Tensor, " R"]
+    draft_follows: Int[Tensor, " R"]
     sample_groups: Int[Tensor, " S"]
+    first_logit: Int[Tensor, " S"]
     block_size: int
 
     def forward_inputs(self) -> list[Tensor]:
@@ -66,7 +77,7 @@ class SequenceMetadata:
 
     def to(self, device: torch.device) -> Self:
         """A copy on the device."""
-        names = [*FORWARD_INPUTS, "sample_rows", "sample_groups"]
+        names = [*FORWARD_INPUTS, *SAMPLER_INPUTS]
         moved = to_device([getattr(self, name) for name in names], device)
         return replace(self, **dict(zip(names, moved, strict=True)))  # type: ignore[arg-type]
 
@@ -86,13 +97,17 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int, min
     offsets: list[int] = []
     remaining: list[int] = []
     sample_rows: list[int] = []
+    sample_of: list[int] = []
+    sample_index: list[int] = []
     for group, seq in enumerate(plan.sequences):
         tokens += seq.token_ids or [POISON] * seq.q_cap
         seq_ids += [group] * seq.q_cap
         offsets += range(seq.q_cap)
         remaining += range(seq.q_cap - 1, -1, -1)
         if seq.is_sampling:
-            sample_rows.append(len(tokens) - 1)
+            sample_of += [sample_of[-1] + 1 if sample_of else 0] * (1 + seq.n_drafts)
+            sample_rows += range(len(tokens) - 1 - seq.n_drafts, len(tokens))
+            sample_index += range(1 + seq.n_drafts)
     pad = num_groups - len(plan.sequences)
     tokens += [0] * pad
     seq_ids += range(len(plan.sequences), num_groups)
@@ -117,10 +132,15 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int, min
         remaining=tensor(remaining),
         starts=per_group([seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in plan.sequences], 0),
         q_lens=per_group([seq.q_cap for seq in plan.sequences], 1),
+        n_drafts=per_group([seq.n_drafts for seq in plan.sequences], 0),
         remap=per_group([seq.remap for seq in plan.sequences], NOT_IN_LAST_STEP),
         slots=per_group([seq.slot for seq in plan.sequences], TRASH_SLOT),
         block_tables=table,
         sample_rows=tensor(sample_rows),
+        sample_of=tensor(sample_of),
+        first_logit=tensor([row for row, index in enumerate(sample_index) if index == 0]),
+        sample_index=tensor(sample_index),
+        draft_follows=tensor([i < seq.n_drafts for seq in plan.sequences if seq.is_sampling for i in range(1 + seq.n_drafts)]),
         sample_groups=tensor([group for group, seq in enumerate(plan.sequences) if seq.is_sampling]),
         block_size=block_size,
     )
@@ -131,14 +151,20 @@ class DeviceOutputs:
     """Device tensors that the next step reads: allocated with the step, written by its launches.
 
     Attributes:
-        sampled: token drawn for each group, `POISON` where none is.
+        sampled: last token drawn for each group, `POISON` where none is.
         next_start: position of the next row of each group's sequence: the true length of its cache.
+        drafts: tokens proposed to follow `sampled`.
         final: hidden rows that get logits.
+        positions: their positions.
+        fed_next: the token fed in the row after each of them.
     """
 
     sampled: Int[Tensor, " B"]
     next_start: Int[Tensor, " B"]
-    final: Float[Tensor, "S D"]
+    drafts: Int[Tensor, "B k"]
+    final: Float[Tensor, "R D"]
+    positions: Int[Tensor, " R"]
+    fed_next: Int[Tensor, " R"]
 
 
 @dataclass(slots=True, eq=False)
@@ -169,15 +195,17 @@ class WorkerStepState:
 def build_rows(meta: SequenceMetadata, previous: DeviceOutputs | None) -> tuple[Rows, Int[Tensor, " B"]]:
     """Remap and length correction, on the device: complete a step's inputs from the results of the step before.
 
-    A group with `remap >= 0` feeds the token that the step before drew for the same sequence, at the position which that step
-    left behind. Returns the rows and each group's corrected start.
+    A group with `remap >= 0` feeds the token that the step before drew for the same sequence, then that step's drafts, from the
+    position which it left behind. Returns the rows and each group's corrected start.
     """
     token_ids, starts = meta.token_ids, meta.starts
     if previous is not None:
         is_remapped = meta.remap >= 0
         source = meta.remap.clamp(min=0)
         starts = torch.where(is_remapped, previous.next_start[source], starts)
-        token_ids = torch.where(is_remapped[meta.seq_ids], previous.sampled[source][meta.seq_ids], token_ids)
+        feed = torch.cat((previous.sampled[:, None], previous.drafts), dim=1)[source]
+        fed = feed[meta.seq_ids, meta.offsets.clamp(max=feed.shape[1] - 1)]
+        token_ids = torch.where(is_remapped[meta.seq_ids], fed, token_ids)
     rows = Rows(
         token_ids=token_ids,
         positions=starts[meta.seq_ids] + meta.offsets,

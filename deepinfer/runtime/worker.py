@@ -8,11 +8,12 @@ import bisect
 
 import torch
 
+from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
-from deepinfer.runtime.sampler import draw, stage_sampling, to_result
+from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, choose, report, stage_sampling, to_result
 from deepinfer.runtime.staging import pack, to_device
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.step_state import (
@@ -24,6 +25,7 @@ from deepinfer.runtime.step_state import (
     stage_metadata,
     table_width,
 )
+from deepinfer.runtime.verify import leading_matches
 
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
@@ -37,8 +39,17 @@ class Worker:
     `decode_buckets`: row counts that decode steps are padded to, ascending; empty pads nothing.
     """
 
-    def __init__(self, model: Transformer, sizes: CacheSizes, device: Device, decode_buckets: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        sizes: CacheSizes,
+        device: Device,
+        decode_buckets: tuple[int, ...] = (),
+        num_speculative_tokens: int = 0,
+    ) -> None:
+        assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
+        self.num_drafts = num_speculative_tokens
         self.cache = model.new_cache(sizes)
         self._static: dict[tuple[int, int], StaticDecode] = {}
         # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
@@ -46,7 +57,10 @@ class Worker:
         self._relay = DeviceOutputs(
             sampled=torch.full((longest,), POISON, device=device.torch_device),
             next_start=torch.full((longest,), POISON, device=device.torch_device),
+            drafts=torch.full((longest, num_speculative_tokens), POISON, device=device.torch_device),
             final=torch.empty(0, device=device.torch_device),
+            positions=torch.empty(0, dtype=torch.int64, device=device.torch_device),
+            fed_next=torch.empty(0, dtype=torch.int64, device=device.torch_device),
         )
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
@@ -54,15 +68,9 @@ class Worker:
         device, model = self.device.torch_device, self.model
         num_groups, width = self._padded_shape(plan)
         metadata = stage_metadata(plan, self.sizes.block_size, num_groups, width)
-        outputs = DeviceOutputs(
-            sampled=torch.full((num_groups,), POISON, device=device),
-            next_start=torch.full((num_groups,), POISON, device=device),
-            final=torch.empty(
-                (metadata.sample_rows.shape[0], model.config.dim), dtype=model.numerics.precision.activation_dtype, device=device
-            ),
-        )
+        outputs = self._empty_outputs(num_groups, metadata.sample_rows.shape[0])
         before = None if previous is None else previous.outputs
-        is_static = plan.kind is StepKind.DECODE and num_groups in self.decode_buckets
+        is_static = self.num_drafts == 0 and plan.kind is StepKind.DECODE and num_groups in self.decode_buckets
 
         @torch.inference_mode()
         def forward() -> None:
@@ -71,9 +79,14 @@ class Worker:
                 return
             on_device = metadata.to(device)
             rows, starts = build_rows(on_device, before)
-            outputs.next_start.copy_(starts + on_device.q_lens)
+            outputs.next_start.copy_(starts + on_device.q_lens - on_device.n_drafts)
             hidden = model.forward_rows(rows, self.cache)
             outputs.final.copy_(hidden.final[on_device.sample_rows])
+            outputs.positions.copy_(rows.positions[on_device.sample_rows])
+            outputs.fed_next.copy_(rows.token_ids.roll(-1)[on_device.sample_rows])
+            if self.num_drafts:
+                assert hidden.main_hidden is not None
+                model.observe_draft(hidden.main_hidden, rows, self.cache)
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
@@ -100,10 +113,20 @@ class Worker:
 
         @torch.inference_mode()
         def sampler() -> None:
-            groups = state.metadata.sample_groups.to(device)
-            logits = self.model.logits(state.outputs.final)
-            box.drawn = draw(logits, state.sampling.to(device), state.outputs.next_start[groups])
-            state.outputs.sampled[groups] = box.drawn.token_ids
+            meta, sampling, outputs = state.metadata.to(device), state.sampling.to(device), state.outputs
+            logits = self.model.logits(outputs.final)
+            drawn = choose(logits, sampling, outputs.positions + 1)
+            groups, place = meta.sample_groups, (meta.sample_of, meta.sample_index)
+            shape = (groups.shape[0], 1 + self.num_drafts)
+            accepted = leading_matches(drawn, outputs.fed_next, meta.draft_follows > 0, *place, shape)
+            grid = torch.full(shape, POISON, device=device)
+            grid[place] = drawn
+            last = grid.gather(1, accepted[:, None]).squeeze(1)
+            outputs.sampled[groups] = last
+            outputs.next_start[groups] += accepted
+            box.drawn = report(logits, SamplerOutput(token_ids=drawn, emitted=accepted + 1), sampling.num_top)
+            if self.num_drafts and groups.shape[0]:
+                outputs.drafts[groups] = self._propose(meta, sampling, outputs, last)
 
         @torch.inference_mode()
         def copy() -> None:
@@ -114,6 +137,35 @@ class Worker:
         self.device.wait(COPY, self.device.record(COMPUTE))
         self.device.launch(COPY, copy, reads=[], writes=[box])
         box.copied = self.device.record(COPY)
+
+    def _propose(self, meta: SequenceMetadata, sampling: SamplingMetadata, outputs: DeviceOutputs, last: Tensor) -> Tensor:
+        """Draft the tokens after `last` with the noise that the target will use at their positions."""
+        groups = meta.sample_groups
+        of_group = sampling.rows(meta.first_logit)
+
+        def draft(logits: Tensor, positions: Tensor) -> Tensor:
+            return choose(logits, of_group, positions)
+
+        newest = outputs.next_start[groups] - 1
+        proposal = self.model.propose_draft(last, newest, meta.slots[groups], self.cache, draft)
+        return proposal.token_ids[:, : self.num_drafts]
+
+    def _empty_outputs(self, num_groups: int, num_logits: int) -> DeviceOutputs:
+        """Where a step's launches will leave what the next one reads."""
+        device, model = self.device.torch_device, self.model
+
+        def poison(*shape: int) -> Tensor:
+            return torch.full(shape, POISON, device=device)
+
+        dtype = model.numerics.precision.activation_dtype
+        return DeviceOutputs(
+            sampled=poison(num_groups),
+            next_start=poison(num_groups),
+            drafts=poison(num_groups, self.num_drafts),
+            final=torch.empty((num_logits, model.config.dim), dtype=dtype, device=device),
+            positions=poison(num_logits),
+            fed_next=poison(num_logits),
+        )
 
     def result(self, state: WorkerStepState) -> StepResult:
         """The host's view of a step whose copy event has passed."""

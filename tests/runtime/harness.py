@@ -63,6 +63,7 @@ class Harness:
         budget: int = 64,
         max_num_seqs: int = 8,
         decode_buckets: tuple[int, ...] = (),
+        num_speculative_tokens: int = 0,
         model: Transformer | None = None,
     ) -> None:
         limits = SchedulerLimits(
@@ -71,11 +72,14 @@ class Harness:
             max_model_len=MAX_LEN,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.device = device
         self.scheduler = Scheduler(limits)
-        sizes = CacheSizes(num_slots=max_num_seqs + 1, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.worker = Worker(model or tiny_model(), sizes, device, decode_buckets)
+        sizes = CacheSizes(
+            num_slots=max_num_seqs + 1, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_backtrack=num_speculative_tokens
+        )
+        self.worker = Worker(model or tiny_model(), sizes, device, decode_buckets, num_speculative_tokens)
         for tensor in self.worker.cache.tensors():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))

@@ -100,8 +100,8 @@ def no_epoch_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
         __hash__ = int.__hash__
 
-    def blind(step_seq: int, epoch: int, q_cap: int, is_sampling: bool) -> Ticket:
-        return Ticket(step_seq, AnyEpoch(epoch), q_cap, is_sampling)
+    def blind(step_seq: int, epoch: int, q_cap: int, n_drafts: int, is_sampling: bool) -> Ticket:
+        return Ticket(step_seq, AnyEpoch(epoch), q_cap, n_drafts, is_sampling)
 
     monkeypatch.setattr(scheduler_module, "Ticket", blind)
 

@@ -10,7 +10,17 @@ from deepinfer.sampling_params import SamplingParams
 from tests.runtime.harness import BLOCK_SIZE, Harness, make_request, reference
 
 # What happened over all examples; the last test asks that it was not nothing.
-SEEN = {"finished": 0, "preemptions": 0, "stale_results": 0, "chunked_prefills": 0, "late_looks": 0, "slot_reuse": 0, "aborted": 0}
+SEEN = {
+    "finished": 0,
+    "accepted": 0,
+    "rejected": 0,
+    "preemptions": 0,
+    "stale_results": 0,
+    "chunked_prefills": 0,
+    "late_looks": 0,
+    "slot_reuse": 0,
+    "aborted": 0,
+}
 # A few prompts and parameters, so that reference runs are shared.
 PROMPTS = [tuple(3 + (7 * i + 5 * length) % 310 for i in range(length)) for length in (1, 2, 7, 11, 12, 13, 24, 31)]
 PARAMS = [
@@ -30,13 +40,23 @@ class Runtime(RuleBasedStateMachine):
         budget=st.sampled_from([3, 8, 17, 64]),
         max_num_seqs=st.integers(1, 5),
         buckets=st.sampled_from([(), (1, 2, 4, 8)]),
+        drafts=st.sampled_from([0, 0, 1, 2, 3]),
         eagerness=st.sampled_from([0.2, 0.5, 0.9]),
     )
     def open(
-        self, seed: int, depth: int, spare: int, budget: int, max_num_seqs: int, buckets: tuple[int, ...], eagerness: float
+        self,
+        seed: int,
+        depth: int,
+        spare: int,
+        budget: int,
+        max_num_seqs: int,
+        buckets: tuple[int, ...],
+        drafts: int,
+        eagerness: float,
     ) -> None:
         self.device = FuzzDevice(seed, eagerness)
-        tightest = -(-LONGEST // BLOCK_SIZE) + 1
+        self.drafts = drafts
+        tightest = -(-(LONGEST + 2 * drafts) // BLOCK_SIZE) + 1
         self.harness = Harness(
             self.device,
             depth=depth,
@@ -44,6 +64,7 @@ class Runtime(RuleBasedStateMachine):
             budget=max(budget, max_num_seqs),
             max_num_seqs=max_num_seqs,
             decode_buckets=buckets,
+            num_speculative_tokens=drafts,
         )
         self.aborted: set[int] = set()
 
@@ -83,14 +104,15 @@ class Runtime(RuleBasedStateMachine):
         harness.scheduler.check_integrity()
         depth = harness.loop.depth
         for sequence in harness.sequences:
-            assert 0 <= sequence.confirmed <= len(sequence.token_ids)
+            assert sequence.confirmed >= 0
+            assert sequence.status is Status.FINISHED or sequence.confirmed <= len(sequence.token_ids)
             assert len(sequence.tickets) <= depth
             if (
                 sequence.num_output_tokens
                 and sequence.status is Status.RUNNING
                 and sequence.confirmed >= sequence.num_prompt_tokens
             ):
-                assert sequence.total_inflight_tokens <= max(depth, sequence.num_output_tokens)
+                assert sequence.total_inflight_tokens <= max(depth * (1 + self.drafts), sequence.num_output_tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
@@ -115,11 +137,13 @@ class Runtime(RuleBasedStateMachine):
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)
+        SEEN["accepted"] += counters.accepted
+        SEEN["rejected"] += counters.drafted - counters.accepted
 
 
 TestRuntime = Runtime.TestCase
 TestRuntime.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=70, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 

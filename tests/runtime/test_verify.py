@@ -1,0 +1,98 @@
+"""The verifier and what it leaves behind: every way a run of drafts can end."""
+
+import itertools
+
+import pytest
+import torch
+
+from deepinfer import ConfigError, EngineConfig, LLMEngine, Tokenizer
+from deepinfer.runtime.device import InlineDevice
+from deepinfer.runtime.fuzz_device import FuzzDevice
+from deepinfer.runtime.verify import leading_matches
+from deepinfer.runtime.worker import Worker
+from deepinfer.sampling_params import SamplingParams
+from tests.runtime.harness import GOLDEN, Harness, make_request, reference, tiny_model
+
+BLOCK = 3  # drafts of the tiny model
+
+
+def test_drafts_count_up_to_the_first_that_differs() -> None:
+    for first, second in itertools.product(itertools.product([0, 1], repeat=3), [(), (0,), (1,)]):
+        runs = (first, second)
+        drawn, fed, follows, group, index = [], [], [], [], []
+        for g, run in enumerate(runs):
+            for i in range(len(run) + 1):
+                drawn.append(7)
+                fed.append(7 if i < len(run) and run[i] else 8)
+                follows.append(i < len(run))
+                group.append(g)
+                index.append(i)
+        tensors = [torch.tensor(values) for values in (drawn, fed, follows, group, index)]
+        expected = [len(list(itertools.takewhile(bool, run))) for run in runs]
+        assert leading_matches(*tensors, (2, 4)).tolist() == expected
+
+
+def test_a_token_behind_the_last_draft_never_counts() -> None:
+    one = torch.tensor([0])
+    assert leading_matches(torch.tensor([5]), torch.tensor([5]), torch.tensor([False]), one, one, (1, 4)).tolist() == [0]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are right up to a place that varies, so that every accept length meets every parity and ring place."""
+    prompts = [tuple(3 + (13 * i + length) % 300 for i in range(length)) for length in (3, 8, 13)]
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=5, logprobs=0)
+    texts = {prompt: prompt + tuple(reference(prompt, params)[0]) for prompt in prompts}
+    harness = Harness(FuzzDevice(drafts), depth=depth, num_speculative_tokens=drafts, num_blocks=60, max_num_seqs=3)
+    seen: set[tuple[int, int]] = set()
+    count = itertools.count()
+
+    def planned(self: Worker, meta, sampling, outputs, last):  # type: ignore[no-untyped-def]
+        rows = []
+        for position, slot in zip(
+            outputs.next_start[meta.sample_groups].tolist(), meta.slots[meta.sample_groups].tolist(), strict=True
+        ):
+            owner = next((s for s in harness.sequences if s.slot == slot), None)
+            text = texts[owner.request.prompt_token_ids] if owner else ()
+            good = next(count) % (drafts + 1)
+            seen.add((good, position % 12))
+            right = [text[i] if i < len(text) else 0 for i in range(position + 1, position + 1 + drafts)]
+            rows.append([t if i < good else (t + 1) % 300 for i, t in enumerate(right)])
+        return torch.tensor(rows)
+
+    monkeypatch.setattr(Worker, "_propose", planned)
+    for index, prompt in enumerate(prompts):
+        harness.add(make_request(str(index), prompt, params))
+    harness.run()
+    for sequence, prompt in zip(harness.sequences, prompts, strict=True):
+        assert (sequence.output_token_ids, harness.logprobs[sequence.seq_id]) == reference(prompt, params)
+    assert {good for good, _ in seen} == set(range(drafts + 1))
+    assert harness.scheduler.counters.accepted > 0
+
+
+def test_drafts_with_the_noise_of_the_target_are_accepted_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
+
+    def accepted() -> int:
+        harness = Harness(InlineDevice(), depth=0, num_speculative_tokens=BLOCK, num_blocks=80, max_num_seqs=4)
+        for i in range(4):
+            harness.add(make_request(str(i), [5 + i, 40, 7], params))
+        harness.run()
+        return harness.scheduler.counters.accepted
+
+    shared = accepted()
+    original = Worker._propose
+
+    def independent(self, meta, sampling, outputs, last):  # type: ignore[no-untyped-def]
+        sampling.seeds.add_(1000)
+        return original(self, meta, sampling, outputs, last)
+
+    monkeypatch.setattr(Worker, "_propose", independent)
+    assert shared > accepted()
+
+
+def test_more_drafts_than_the_block_size_are_refused() -> None:
+    tokenizer = Tokenizer.from_folder(GOLDEN / "bf16_full")
+    with pytest.raises(ConfigError, match="num_speculative_tokens = 4: the model drafts at most 3"):
+        LLMEngine(tiny_model(), tokenizer, EngineConfig(num_speculative_tokens=BLOCK + 1))
