@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from deepinfer.checkpoint.checksums import check_checksums
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.checkpoint.safetensors_file import DTYPE_NAMES, StoredTensor, open_checkpoint
 from deepinfer.checkpoint.tensor_map import TensorSpec, is_ignored, meta_model, tensor_specs
@@ -91,6 +92,7 @@ def check_folder(
     check_engram_tables(config)
     stored = open_checkpoint(folder)
     check_tensors(folder, specs, stored, complete)
+    check_checksums(folder)
     tokenizer = Tokenizer.from_folder(folder)
     tokenizer.check_against(config)
     return stored, build_token_map(tokenizer, config) if config.engram.layer_ids else None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.checkpoint.checksums import write_checksums
 from deepinfer.checkpoint.load import check_folder
 from deepinfer.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, write_safetensors
 from deepinfer.checkpoint.tensor_map import TensorSpec, stored_specs
@@ -28,7 +29,7 @@ from deepinfer.ops.quantize import FLOAT8_E4M3_MAX
 MAX_SHARD_BYTES = 4 * 2**30
 CONFIG_NAME = "config.json"
 # What an older checkpoint may have left in the folder.
-OWN_FILES = re.compile(r"model.*\.safetensors(\.index\.json)?|tokenizer(_config)?\.json")
+OWN_FILES = re.compile(r"model.*\.safetensors(\.index\.json)?|tokenizer(_config)?\.json|sha256\.json")
 
 
 def save_checkpoint(
@@ -60,6 +61,7 @@ def save_checkpoint(
             if tokenizer_config is not None:
                 _write_json(aside / "tokenizer_config.json", tokenizer_config)
             _write_json(aside / CONFIG_NAME, config_to_json(config))
+            write_checksums(aside)
             check_folder(aside, load_config(aside), list(stored_specs(config)), complete=True)
             _put_in_place(aside, folder)
         finally:
