@@ -54,7 +54,7 @@ def test_saved_tensors_and_config_read_back_equal(tmp_path: Path) -> None:
         value = torch.empty_like(tensor)
         stored[name].read_into(value)
         assert torch.equal(value.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE_NAME, "tokenizer.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE_NAME, "sha256.json", "tokenizer.json"]
 
 
 def test_shards_stay_below_their_limit_and_mean_the_same(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_new_checkpoint_replaces_the_old_one_without_leftovers(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
     save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE_NAME, "notes.txt", "tokenizer.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE_NAME, "notes.txt", "sha256.json", "tokenizer.json"]
     save(tmp_path, max_shard_bytes=200_000)
     assert not (tmp_path / SINGLE_NAME).exists()
     load_model(tmp_path, device="cpu")
