@@ -109,3 +109,11 @@ def test_imports_point_downwards(path: Path) -> None:
 def test_the_scheduler_side_uses_no_torch(name: str) -> None:
     source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
     assert not re.search(r"^\s*(import|from) torch\b", source, re.MULTILINE)
+
+
+def test_the_readme_maps_every_module_and_names_only_tests_that_exist() -> None:
+    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    missing = [p.name for p in PACKAGE.rglob("*.py") if not p.name.startswith("__") and p.name not in readme]
+    assert missing == []
+    tests = {p.name for p in Path(__file__).parent.rglob("test_*.py")}
+    assert set(re.findall(r"test_\w+\.py", readme)) <= tests
