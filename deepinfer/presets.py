@@ -110,19 +110,27 @@ def compressed_vocab_size(vocab_size: int) -> int:
 
 
 def with_engram(config: ModelConfig, layer_ids: tuple[int, ...], vocab_size: int, n_heads: int, head_dim: int) -> ModelConfig:
-    """`config` with a four-gram Engram whose table and map sizes follow from these numbers and from the byte tokenizer."""
+    """`config` with an Engram whose table and map sizes follow from these numbers and from the byte tokenizer."""
+    compressed = compressed_vocab_size(config.vocab_size)
+    engram = four_gram_engram(layer_ids, compressed, config.pad_token_id, vocab_size, n_heads, head_dim)
+    return replace(config, engram=engram)
+
+
+def four_gram_engram(
+    layer_ids: tuple[int, ...], compressed_vocab_size: int, pad_token_id: int, vocab_size: int, n_heads: int, head_dim: int
+) -> EngramConfig:
+    """Two- to four-grams, `n_heads` hashes each, each with rows for the next prime from `vocab_size` on."""
     primes = hash_primes(layer_ids, MAX_NGRAM_SIZE, n_heads, vocab_size)
-    engram = EngramConfig(
+    return EngramConfig(
         layer_ids=layer_ids,
         num_embeddings=tuple(sum(columns) for columns in primes),
         max_ngram_size=MAX_NGRAM_SIZE,
         vocab_size=vocab_size,
         n_heads=n_heads,
         head_dim=head_dim,
-        pad_token_id=config.pad_token_id,
-        compressed_vocab_size=compressed_vocab_size(config.vocab_size),
+        pad_token_id=pad_token_id,
+        compressed_vocab_size=compressed_vocab_size,
     )
-    return replace(config, engram=engram)
 
 
 def tiny_config() -> ModelConfig:

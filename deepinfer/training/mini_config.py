@@ -19,7 +19,7 @@ from deepinfer.config import (
     MoEConfig,
     RopeConfig,
 )
-from deepinfer.ops.ngram_hash import hash_primes
+from deepinfer.presets import four_gram_engram
 
 TRAIN_LENGTH = 2048
 ENGRAM_LAYERS = (1, 4)
@@ -27,18 +27,7 @@ ENGRAM_LAYERS = (1, 4)
 
 def engram_config(layer_ids: tuple[int, ...], compressed_vocab_size: int, pad_token_id: int, table_size: int) -> EngramConfig:
     """Two hashes for each of the 2-, 3- and 4-grams; every hash has its own `table_size` rows, up to the next prime."""
-    orders, heads = 4, 2
-    primes = hash_primes(layer_ids, orders, heads, table_size)
-    return EngramConfig(
-        layer_ids=layer_ids,
-        num_embeddings=tuple(sum(moduli) for moduli in primes),
-        max_ngram_size=orders,
-        vocab_size=table_size,
-        n_heads=heads,
-        head_dim=32,
-        pad_token_id=pad_token_id,
-        compressed_vocab_size=compressed_vocab_size,
-    )
+    return four_gram_engram(layer_ids, compressed_vocab_size, pad_token_id, table_size, n_heads=2, head_dim=32)
 
 
 def mini_config(vocab_size: int, compressed_vocab_size: int, noise_token_id: int, pad_token_id: int = 2) -> ModelConfig:

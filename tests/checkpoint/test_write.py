@@ -91,7 +91,13 @@ def test_new_checkpoint_replaces_the_old_one_without_leftovers(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
     save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE_NAME, "notes.txt", "sha256.json", "tokenizer.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        SINGLE_NAME,
+        "notes.txt",
+        "sha256.json",
+        "tokenizer.json",
+    ]
     save(tmp_path, max_shard_bytes=200_000)
     assert not (tmp_path / SINGLE_NAME).exists()
     load_model(tmp_path, device="cpu")
