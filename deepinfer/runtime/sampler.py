@@ -7,7 +7,7 @@ import torch
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.ops.sample import sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
-from deepinfer.runtime.plan import SchedulerOutputs, SequenceResult, StepResult, TokenLogprobs
+from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
 from deepinfer.runtime.staging import to_device
 
 NO_TOKEN = -1
@@ -89,11 +89,17 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=torch.tensor([_wrapped(seq.seed) for seq in rows], dtype=torch.int64),
         stops=stops,
-        first_stop=torch.tensor([len(seq.request.prompt_token_ids) + seq.request.params.min_tokens for seq in rows]),
+        first_stop=torch.tensor([_first_stop(seq) for seq in rows]),
         any_random=any(p.temperature > 0 for p in params),
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         num_top=max(wanted) if wanted else None,
     )
+
+
+def _first_stop(seq: SequencePlan) -> int:
+    """First position at which the sequence may stop by itself; its length ends it first if `min_tokens` is beyond that."""
+    request = seq.request
+    return len(request.prompt_token_ids) + min(request.params.min_tokens, request.max_new_tokens)
 
 
 def _wrapped(seed: int) -> int:
