@@ -89,7 +89,7 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=torch.tensor([_wrapped(seq.seed) for seq in rows], dtype=torch.int64),
         stops=stops,
-        first_stop=torch.tensor([_first_stop(seq) for seq in rows]),
+        first_stop=torch.tensor([_first_stop(seq) for seq in rows], dtype=torch.int64),
         any_random=any(p.temperature > 0 for p in params),
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         num_top=max(wanted) if wanted else None,
