@@ -39,11 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeepInferError as error:
         print(f"deepinfer: error: {error}", file=sys.stderr)
         return INPUT_ERROR
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # Python flushes standard output once more at exit; that must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PIPE_CLOSED
+        print(f"deepinfer: error: {error}", file=sys.stderr)
+        return INPUT_ERROR
     except KeyboardInterrupt:
         print("deepinfer: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
     return status

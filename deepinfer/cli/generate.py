@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all (default 0)")
     sampling.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to this mass (default 1)")
     sampling.add_argument("--min-p", type=float, default=0.0, help="keep tokens this fraction as probable as the best (default 0)")
-    sampling.add_argument("--seed", type=int, help="seed of the noise; drawn and reported if not given")
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        help="seed of the noise; if not given, it follows from the request's number, the same in every run, and is reported",
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     sampling.add_argument("--logprobs", type=int, metavar="N", help="log probabilities of the chosen and the N best tokens")
 

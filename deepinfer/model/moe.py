@@ -76,7 +76,9 @@ class Experts(nn.Module):
         """Output of each (token, expert) pair, its routing weight applied before w2."""
         if not (self.numerics.ops.static_shapes and x.shape[0] <= STATIC_ROWS):
             return self._one_by_one(x, weights, ids)
-        return self._gathered(x, weights, ids) if ids.numel() <= len(self.expert_ids) else self._every_expert(x, weights, ids)
+        if self.holds_all and ids.numel() <= len(self.expert_ids):
+            return self._gathered(x, weights, ids)
+        return self._every_expert(x, weights, ids)
 
     def _one_by_one(self, x: Tensor, weights: Tensor, ids: Tensor) -> Float[Tensor, "T K D"]:
         """Visit each expert that got a token with all its tokens. Reads counts on the host, so it cannot be captured."""

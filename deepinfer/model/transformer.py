@@ -120,6 +120,8 @@ class Transformer(nn.Module):
 
     def whole_sequences(self, token_ids: Int[Tensor, "*B T"]) -> tuple[Rows, ModelCache]:
         """Rows and an empty cache for whole sequences of equal length."""
+        if not isinstance(token_ids, torch.Tensor):
+            raise ShapeError(f"token_ids: expected an int64 tensor [T] or [B, T], got {type(token_ids).__name__}")
         if token_ids.dim() not in (1, 2) or token_ids.numel() == 0 or token_ids.dtype not in (torch.int64, torch.int32):
             raise ShapeError(
                 f"token_ids: expected int64 [T] or [B, T] and not empty, got {token_ids.dtype} {tuple(token_ids.shape)}"

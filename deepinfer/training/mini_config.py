@@ -30,7 +30,9 @@ def engram_config(layer_ids: tuple[int, ...], compressed_vocab_size: int, pad_to
     return four_gram_engram(layer_ids, compressed_vocab_size, pad_token_id, table_size, n_heads=2, head_dim=32)
 
 
-def mini_config(vocab_size: int, compressed_vocab_size: int, noise_token_id: int, pad_token_id: int = 2) -> ModelConfig:
+def mini_config(
+    vocab_size: int, compressed_vocab_size: int, noise_token_id: int, image_token_id: int | None = None, pad_token_id: int = 2
+) -> ModelConfig:
     """The configuration for a tokenizer of `vocab_size` tokens, of which `compressed_vocab_size` differ for Engram."""
     return ModelConfig(
         vocab_size=vocab_size,
@@ -59,4 +61,5 @@ def mini_config(vocab_size: int, compressed_vocab_size: int, noise_token_id: int
             n_activated_experts=2,
         ),
         pad_token_id=pad_token_id,
+        image_token_id=image_token_id,
     )

@@ -27,6 +27,7 @@ from deepinfer.training.run import TrainingRun, first_step_compiled, prepare_dev
 from deepinfer.training.whole_sequence import Record, WholeSequence, layers_of
 
 NOISE_TOKEN = "<｜System｜>"
+IMAGE_TOKEN = "<｜deepseek_image｜>"
 INDEX_ROWS = 64  # queries of each sequence that teach the indexers
 BIAS_SPEED = 1e-3
 
@@ -35,7 +36,8 @@ def config_for(tokenizer: Tokenizer) -> ModelConfig:
     """`mini` for this tokenizer."""
     [noise] = tokenizer.encode(NOISE_TOKEN)
     compressed = len(compressed_ids(tokenizer))
-    return mini_config(len(tokenizer), compressed, noise)
+    [image] = tokenizer.encode(IMAGE_TOKEN)
+    return mini_config(len(tokenizer), compressed, noise, image)
 
 
 def compressed_ids(tokenizer: Tokenizer) -> set[str]:

@@ -1,4 +1,4 @@
-"""`python -m deepinfer.cli` is the command `deepinfer`."""
+"""`python -m deepinfer` is the command `deepinfer`."""
 
 import sys
 
