@@ -39,8 +39,8 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 or -1 keeps all. Equal ones go to the lower id.
         top_p: then keep the most probable tokens whose mass reaches p.
         min_p: keep tokens at least this fraction as probable as the most probable one.
-        seed: noise depends on it, on the token's position and on its id, and on nothing else. None: one follows from the engine's seed and the
-            returns it.
+        seed: noise depends on it, on the token's position and on its id, and on nothing else. None: one follows from the
+            engine's seed and the request's number, and is returned.
         stop_token_ids: further ids that end the text, like the model's end-of-sequence token: the id stays in `token_ids` and
             has no place in `text`.
         ignore_eos: go on after the end-of-sequence token.
