@@ -10,8 +10,6 @@ from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
 from deepinfer.runtime.staging import to_device
 
-NO_TOKEN = -1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingMetadata:

@@ -75,9 +75,8 @@ class SequenceMetadata:
         zeros["remap"] = torch.full_like(self.remap, NOT_IN_LAST_STEP)
         return self.with_forward_inputs([zeros[name] for name in FORWARD_INPUTS])
 
-    def to(self, device: torch.device) -> Self:
-        """A copy on the device."""
-        names = [*FORWARD_INPUTS, *SAMPLER_INPUTS]
+    def to(self, device: torch.device, names: Sequence[str] = (*FORWARD_INPUTS, *SAMPLER_INPUTS)) -> Self:
+        """A copy whose tensors `names` are on the device; the others stay where they are."""
         moved = to_device([getattr(self, name) for name in names], device)
         return replace(self, **dict(zip(names, moved, strict=True)))  # type: ignore[arg-type]
 

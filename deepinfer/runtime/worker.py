@@ -18,6 +18,7 @@ from deepinfer.runtime.staging import pack, to_device
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.step_state import (
     POISON,
+    SAMPLER_INPUTS,
     DeviceOutputs,
     SequenceMetadata,
     WorkerStepState,
@@ -113,7 +114,8 @@ class Worker:
 
         @torch.inference_mode()
         def sampler() -> None:
-            meta, sampling, outputs = state.metadata.to(device), state.sampling.to(device), state.outputs
+            meta = state.metadata.to(device, (*SAMPLER_INPUTS, "slots"))
+            sampling, outputs = state.sampling.to(device), state.outputs
             logits = self.model.logits(outputs.final)
             drawn = choose(logits, sampling, outputs.positions + 1)
             groups, place = meta.sample_groups, (meta.sample_of, meta.sample_index)
