@@ -218,6 +218,12 @@ class Scheduler:
         self.counters.scheduled_tokens += step.num_rows
         return step
 
+    def planned(self, step: SchedulerOutputs) -> list[Sequence]:
+        """The sequences of the only step in flight, in the order of its row groups."""
+        ((newest, sequences),) = self._in_flight
+        assert newest is step
+        return sequences
+
     # ---- applying -----------------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult) -> list[SequenceEvent]:

@@ -11,6 +11,7 @@ import torch
 from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
+from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, choose, report, stage_sampling, to_result
@@ -108,8 +109,11 @@ class Worker:
         (sample_rows,) = to_device([metadata.sample_rows], self.device.torch_device)
         self._static[key].run(pack(metadata.forward_inputs(), self.device.torch_device), before, outputs, sample_rows)
 
-    def submit_sampler(self, state: WorkerStepState) -> None:
-        """Launch the sampler of a step and the copy of what it draws. Fills the step's box."""
+    def submit_sampler(self, state: WorkerStepState, inputs: SamplerInputs = UNCONSTRAINED) -> None:
+        """Launch the sampler of a step and the copy of what it draws. Fills the step's box.
+
+        `inputs` are built once the step before has been applied, so that they are exact.
+        """
         device, box = self.device.torch_device, state.box
 
         @torch.inference_mode()
@@ -117,7 +121,7 @@ class Worker:
             meta = state.metadata.to(device, (*SAMPLER_INPUTS, "slots"))
             sampling, outputs = state.sampling.to(device), state.outputs
             logits = self.model.logits(outputs.final)
-            drawn = choose(logits, sampling, outputs.positions + 1)
+            drawn = choose(inputs.to(device).constrain(logits), sampling, outputs.positions + 1)
             groups, place = meta.sample_groups, (meta.sample_of, meta.sample_index)
             shape = (groups.shape[0], 1 + self.num_drafts)
             accepted = leading_matches(drawn, outputs.fed_next, meta.draft_follows > 0, *place, shape)
@@ -135,7 +139,7 @@ class Worker:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
 
-        self.device.launch(COMPUTE, sampler, reads=[state.sampling], writes=[state.outputs, box])
+        self.device.launch(COMPUTE, sampler, reads=[state.sampling, inputs], writes=[state.outputs, box])
         self.device.wait(COPY, self.device.record(COMPUTE))
         self.device.launch(COPY, copy, reads=[], writes=[box])
         box.copied = self.device.record(COPY)
