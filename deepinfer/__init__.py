@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         CorruptFile,
         DeepInferError,
         EngineClosed,
+        GrammarError,
         MissingExtra,
         PromptTooLong,
         Rejected,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
+    from deepinfer.structured_outputs import StructuredOutputs
     from deepinfer.tokenizer import Tokenizer
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
         "CorruptFile",
         "DeepInferError",
         "EngineClosed",
+        "GrammarError",
         "MissingExtra",
         "PromptTooLong",
         "Rejected",
@@ -61,6 +64,7 @@ _HOMES = {
     "deepinfer.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
+    "deepinfer.structured_outputs": ("StructuredOutputs",),
     "deepinfer.tokenizer": ("Tokenizer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -75,6 +79,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "GrammarError",
     "LLMEngine",
     "Logprob",
     "MissingExtra",
@@ -87,6 +92,7 @@ __all__ = [
     "SamplingParams",
     "ShapeError",
     "StepError",
+    "StructuredOutputs",
     "TensorMismatch",
     "Tokenizer",
     "TokenizerError",

@@ -14,6 +14,7 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
+│   └── GrammarError
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -90,6 +91,10 @@ class CapacityError(DeepInferError):
 
 class StepError(DeepInferError):
     """A step failed on the device."""
+
+
+class GrammarError(StepError):
+    """A completion with structured output that cannot go on: a token that its grammar forbids, or limits of llguidance."""
 
 
 class EngineClosed(DeepInferError):

@@ -1,8 +1,10 @@
 """What a user may ask of sampling; field names and meanings are vLLM's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepinfer.errors import Rejected
+from deepinfer.structured_outputs import StructuredOutputs
 
 MAX_COMPLETIONS = 1024
 MAX_LOGPROBS = 20
@@ -49,6 +51,8 @@ class SamplingParams:
         logprobs: also return the log probability of this many most probable tokens beside the chosen one's. 0: only the
             chosen one's. They are of the model's own distribution, before temperature and filters.
         skip_special_tokens: leave special tokens out of `text`.
+        structured_outputs: the form that the text must have; a `StructuredOutputs` or a dictionary of its fields. The text ends
+            as soon as nothing can follow it, with `finish_reason` "stop". Stop ids end it where they are drawn, complete or not.
     """
 
     n: int = 1
@@ -63,6 +67,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         valid = _is_int(self.n) and 1 <= self.n <= MAX_COMPLETIONS
@@ -90,3 +95,24 @@ class SamplingParams:
         _require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "exceeds max_tokens")
         valid = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
         _require(valid, "logprobs", self.logprobs, f"expected None or an integer from 0 to {MAX_LOGPROBS}")
+        _check_structured(self)
+
+
+def _check_structured(params: SamplingParams) -> None:
+    """Fields that could leave a structured answer without a token to draw, or without an end."""
+    form = params.structured_outputs
+    if isinstance(form, Mapping):
+        known = StructuredOutputs.__dataclass_fields__
+        _require(set(form) <= set(known), "structured_outputs", form, f"expected fields of {', '.join(known)}")
+        try:
+            form = StructuredOutputs(**form)
+        except Rejected as error:
+            raise Rejected(f"SamplingParams.structured_outputs = {shown(form)}: {error}") from None
+        object.__setattr__(params, "structured_outputs", form)
+    if form is None:
+        return
+    valid = isinstance(form, StructuredOutputs)
+    _require(valid, "structured_outputs", form, "expected a StructuredOutputs or a dictionary of its fields")
+    for name, is_set in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens > 0)):
+        rule = "cannot go with structured_outputs, which decide where the text may end"
+        _require(not is_set, name, getattr(params, name), rule)

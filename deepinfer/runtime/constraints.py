@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.dims import Bool, Float, Tensor
+from deepinfer.dims import Float, Int, Tensor
 from deepinfer.ops.select import NEG_INF
+from deepinfer.runtime.grammar_masks import unpack
 from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.staging import to_device
@@ -22,10 +23,11 @@ class SamplerInputs:
 
     Attributes:
         allowed: tokens that each of the R rows with logits may draw, in the plan's order: the rows of every sequence that
-            samples, its certain row first, then one behind each of its drafts. None if every row may draw every token.
+            samples, its certain row first, then one behind each of its drafts. None if every row may draw every token. Packed:
+            bit i of byte j is token 8 j + i.
     """
 
-    allowed: Bool[Tensor, "R V"] | None = None
+    allowed: Int[Tensor, "R W"] | None = None
 
     def to(self, device: torch.device) -> "SamplerInputs":
         """A copy on the device."""
@@ -37,7 +39,7 @@ class SamplerInputs:
     def constrain(self, logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
         """The logits that tokens are drawn from; the given ones stay as they are, for log probabilities."""
         if self.allowed is not None:
-            logits = logits.masked_fill(~self.allowed, NEG_INF)
+            logits = logits.masked_fill(~unpack(self.allowed, logits.shape[1]), NEG_INF)
         return logits
 
 

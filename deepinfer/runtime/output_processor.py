@@ -93,8 +93,9 @@ class OutputProcessor:
         # The scheduler drops what a step drew behind the end of the text.
         kept = result.token_ids[: sequence.num_output_tokens - completion.num_tokens]
         completion.num_tokens += len(kept)
-        # The token that ended the text is no part of it, even where special tokens are shown.
-        for token in kept[:-1] if sequence.finish_reason == "stop" else kept:
+        # A stop id that ended the text is no part of it, even where special tokens are shown. A complete grammar needs none.
+        ended_by_id = sequence.finish_reason == "stop" and kept[-1] in sequence.request.stop_token_ids
+        for token in kept[:-1] if ended_by_id else kept:
             completion.text += completion.detokenizer.push(token)
         for token, around in zip(kept, result.logprobs or (), strict=False):
             completion.logprobs.append(self._around(token, around))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.structured.grammar import Grammar, GrammarState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +14,7 @@ class Request:
         max_new_tokens: `params.max_tokens`, cut to what the model's length leaves.
         seed: the request's own seed, or the one drawn for it.
         stop_token_ids: ids that end the text: end-of-sequence (unless ignored) and the request's own.
+        grammar: what `params.structured_outputs` ask for, compiled.
     """
 
     request_id: str
@@ -24,3 +26,9 @@ class Request:
     eos_token_id: int
     stop_token_ids: frozenset[int]
     arrival_s: float
+    grammar: Grammar | None = None
+
+    def start_grammar(self) -> GrammarState | None:
+        """The state of a new completion in the request's grammar, if it has one."""
+        form = self.params.structured_outputs
+        return None if self.grammar is None or form is None else self.grammar.start(form.reasoning_end)

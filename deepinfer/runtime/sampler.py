@@ -61,10 +61,11 @@ class SamplerOutput:
     def to_host(self) -> "SamplerOutput":
         """Host copies, made without waiting; valid once the event recorded after them has passed."""
         tensors = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: _host_copy(value) for name, value in tensors.items()})
+        return replace(self, **{name: host_copy(value) for name, value in tensors.items()})
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host, made without waiting."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

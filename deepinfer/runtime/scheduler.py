@@ -83,6 +83,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
+        if sequence.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
+            sequence.grammar = sequence.request.start_grammar()
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -253,10 +255,14 @@ class Scheduler:
         request = sequence.request
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
+            if sequence.grammar is not None:
+                sequence.grammar.advance((token,))
             is_stop = token in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens
             if is_stop:
                 sequence.finish_reason = "stop"
                 sequence.stop_reason = None if token == request.eos_token_id else token
+            elif sequence.grammar is not None and sequence.grammar.is_complete:
+                sequence.finish_reason = "stop"
             elif sequence.num_output_tokens >= request.max_new_tokens:
                 sequence.finish_reason = "length"
             if sequence.finish_reason is not None:

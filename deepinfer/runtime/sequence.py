@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from deepinfer.outputs import FinishReason
 from deepinfer.runtime.request import Request
+from deepinfer.structured.grammar import GrammarState
 
 
 class Status(Enum):
@@ -45,6 +46,7 @@ class Sequence:
         epoch: raised by preemption, abort and finish; results of an older epoch are stale.
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
+        grammar: stands behind the output tokens, which preemption keeps; None without structured output.
     """
 
     request: Request
@@ -60,6 +62,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_preemptions: int = 0
+    grammar: GrammarState | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -170,12 +170,15 @@ class DeviceOutputs:
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `drawn` keeps the sampler's device tensors alive until their copy `host` has been read.
+    `drawn` keeps the sampler's device tensors alive until their copy `host` has been read. `drafts` is the host copy of what the
+    step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
 
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None
     copied: Event | None = None
+    drafts: Int[Tensor, "B k"] | None = None
+    drafts_copied: Event | None = None
     result: StepResult | None = None
 
 

@@ -13,8 +13,9 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs
 from deepinfer.runtime.device import COMPUTE, COPY, Device
+from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
-from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, choose, report, stage_sampling, to_result
+from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, choose, host_copy, report, stage_sampling, to_result
 from deepinfer.runtime.staging import pack, to_device
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.step_state import (
@@ -143,6 +144,20 @@ class Worker:
         self.device.wait(COPY, self.device.record(COMPUTE))
         self.device.launch(COPY, copy, reads=[], writes=[box])
         box.copied = self.device.record(COPY)
+        if self.num_drafts and has_grammar(state.plan):
+            self._submit_drafts_copy(state)
+
+    def _submit_drafts_copy(self, state: WorkerStepState) -> None:
+        """Launch the copy of the step's drafts to the host, for the masks of the rows behind them in the next step."""
+        box = state.box
+
+        @torch.inference_mode()
+        def copy() -> None:
+            box.drafts = host_copy(state.outputs.drafts)
+
+        self.device.wait(COPY, self.device.record(COMPUTE))
+        self.device.launch(COPY, copy, reads=[state.outputs], writes=[box])
+        box.drafts_copied = self.device.record(COPY)
 
     def _propose(self, meta: SequenceMetadata, sampling: SamplingMetadata, outputs: DeviceOutputs, last: Tensor) -> Tensor:
         """Draft the tokens after `last` with the noise that the target will use at their positions."""
@@ -183,6 +198,14 @@ class Worker:
             box.result = to_result(state.plan, box.host)
             box.drawn = box.host = None
         return box.result
+
+    def drafts(self, state: WorkerStepState) -> list[list[int]]:
+        """What each row group of a step proposed; its `drafts_copied` has passed."""
+        box = state.box
+        assert box.drafts_copied is not None
+        assert box.drafts_copied.query(), "read before its event"
+        assert box.drafts is not None
+        return box.drafts.tolist()
 
     def _padded_shape(self, plan: SchedulerOutputs) -> tuple[int, int]:
         """Row groups and block-table width that a plan is padded to: those of its bucket, or its own."""

@@ -1,0 +1,51 @@
+"""The grammars' part of `SamplerInputs`: which tokens the rows of a step may draw, from committed tokens and the drafts fed.
+
+Rows are found by sequence and place in it, never by counting what other sequences have drafted. Masks travel packed, one bit a
+token, and are spread out on the device.
+"""
+
+import numpy as np
+import torch
+
+from deepinfer.dims import Bool, Int, Tensor
+from deepinfer.runtime.plan import SchedulerOutputs
+from deepinfer.runtime.sequence import Sequence
+from deepinfer.structured.grammar import mask_bytes
+
+
+def has_grammar(plan: SchedulerOutputs) -> bool:
+    """Whether a token drawn in this step is bound by a grammar."""
+    return any(seq.is_sampling and seq.request.grammar is not None for seq in plan.sequences)
+
+
+def looks_at_drafts(plan: SchedulerOutputs) -> bool:
+    """Whether the masks of this step need the drafts of the step before on the host."""
+    return any(seq.n_drafts > 0 and seq.request.grammar is not None for seq in plan.sequences)
+
+
+def build_masks(
+    plan: SchedulerOutputs, sequences: list[Sequence], drafts: list[list[int]], vocab_size: int
+) -> Int[Tensor, "R W"] | None:
+    """Masks of a planned step whose predecessors have all been applied; None if it has no grammar.
+
+    Args:
+        sequences: those of the plan's row groups. Rows of one that has ended or was preempted since are dropped: any mask will do.
+        drafts: what each row group of the step before proposed; may be empty unless `looks_at_drafts`.
+    """
+    if not has_grammar(plan):
+        return None
+    sampling = [(seq, sequence) for seq, sequence in zip(plan.sequences, sequences, strict=True) if seq.is_sampling]
+    masks = np.full((sum(1 + seq.n_drafts for seq, _ in sampling), mask_bytes(vocab_size)), 0xFF, dtype=np.uint8)
+    first = 0
+    for seq, sequence in sampling:
+        if sequence.grammar is not None and sequence.epoch == seq.epoch:
+            fed = drafts[seq.remap][: seq.n_drafts] if seq.n_drafts else []
+            sequence.grammar.write_masks(masks[first : first + 1 + seq.n_drafts], fed)
+        first += 1 + seq.n_drafts
+    return torch.from_numpy(masks)
+
+
+def unpack(masks: Int[Tensor, "R W"], vocab_size: int) -> Bool[Tensor, "R V"]:
+    """Packed masks (uint8) as booleans."""
+    bits = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8).to(masks.device, non_blocking=True)
+    return ((masks[:, :, None] & bits) != 0).flatten(1)[:, :vocab_size]
