@@ -83,7 +83,7 @@ class StepLoop:
 
     def _sampler_inputs(self, plan: SchedulerOutputs) -> SamplerInputs:
         """What the next sampler may draw, from confirmed tokens; nothing but `plan` may be in flight."""
-        return build_sampler_inputs(plan, self.scheduler.planned(plan))
+        return build_sampler_inputs(plan, self.scheduler.planned(plan), self.worker.num_drafts)
 
     async def _commit(self, state: WorkerStepState) -> list[SequenceEvent]:
         """Wait for a step's tokens and apply them."""
