@@ -31,6 +31,7 @@ from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
 from deepinfer.runtime.request import Request
+from deepinfer.sampling_checks import check_sampling, check_something_can_be_drawn, tokenize_bad_words
 from deepinfer.sampling_params import SamplingParams, shown
 from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.grammar import Grammar
@@ -165,8 +166,8 @@ class LLMEngine:
         if len(params) != len(prompts):
             raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
         for p in params:
-            if isinstance(p, SamplingParams) and p.structured_outputs is not None:
-                self._grammars.compile(p.structured_outputs)  # all of them at once, in the background
+            if isinstance(p, SamplingParams) and p.form is not None:
+                self._grammars.compile(p.form)  # all of them at once, in the background
         return [self._request(core, index, prompt, p) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
 
     def _request(self, core: EngineCore, index: int, prompt: Prompt, params: Any) -> Request:
@@ -176,11 +177,8 @@ class LLMEngine:
         text, token_ids = to_token_ids(prompt, index, self.tokenizer, config)
         if len(token_ids) >= longest:
             raise PromptTooLong(f"prompt {index} has {len(token_ids)} tokens; the longest sequence is {longest}, output included")
-        outside = [i for i in params.stop_token_ids if i >= config.vocab_size]
-        if outside:
-            raise Rejected(
-                f"stop_token_ids of prompt {index}: {shown(outside)} are outside the vocabulary [0, {config.vocab_size})"
-            )
+        check_sampling(params, f"prompt {index}", config.vocab_size, self.config.max_logprobs)
+        bad_words = tokenize_bad_words(params, self.tokenizer)
         room = longest - len(token_ids)
         max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         grammar = self._grammar(index, params, max_new_tokens)
@@ -198,21 +196,23 @@ class LLMEngine:
             eos_token_id=config.eos_token_id,
             stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival_s=time.monotonic(),
+            bad_words=bad_words,
             grammar=grammar,
         )
+        check_something_can_be_drawn(request, f"prompt {index}")
         core.limits.check_fits(request, f"prompt {index}")
         return request
 
     async def _wait_for_grammar(self, params: Any) -> None:
         """Let other coroutines run until a grammar has been compiled, well or not."""
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            compiled = asyncio.wrap_future(self._grammars.compile(params.structured_outputs))
+        if isinstance(params, SamplingParams) and params.form is not None:
+            compiled = asyncio.wrap_future(self._grammars.compile(params.form))
             # The compilation is shared: whoever is cancelled leaves it to the others.
             await asyncio.wait([asyncio.shield(compiled)])
 
     def _grammar(self, index: int, params: SamplingParams, max_new_tokens: int) -> Grammar | None:
         """The grammar of a prompt. Raises Rejected, naming the prompt, if it is malformed or no text fits the limit."""
-        form = params.structured_outputs
+        form = params.form
         if form is None:
             return None
         vocab_size = len(self.tokenizer)

@@ -22,6 +22,7 @@ LAYER_OF = {
     "engine_config": "runtime",
     "sampling_params": "config",
     "structured_outputs": "config",
+    "sampling_checks": "engine",
     "outputs": "config",
     "dims": "dims",
     "ops": "ops",
@@ -42,6 +43,7 @@ LAYER_OF = {
 }
 WITHOUT_TORCH = [
     "runtime/request",
+    "runtime/stop_strings",
     "runtime/sequence",
     "runtime/plan",
     "runtime/ids",

@@ -1,27 +1,18 @@
 """Structured output from outside: what is asked for comes out, the same text in every engine; and what is refused, and where."""
 
-import asyncio
-import json
-import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
-import jsonschema
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from deepinfer import LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import MissingExtra, Rejected
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
-from deepinfer.presets import byte_tokenizer_json, control_token_id, random_model, tiny_config
-from deepinfer.structured.compiler import GrammarCompiler
-from deepinfer.structured.grammar import Grammar
+from deepinfer.presets import byte_tokenizer_json, random_model, tiny_config
 from deepinfer.tokenizer import Tokenizer
 from tests.structured.random_forms import FORMS_OF_KIND, RandomForm
 

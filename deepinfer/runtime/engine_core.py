@@ -141,7 +141,7 @@ class EngineCore:
         sequences = []
         for index in range(request.params.n):
             self._next_seq_id += 1
-            sequences.append(Sequence(request, index, self._next_seq_id, list(request.prompt_token_ids)))
+            sequences.append(Sequence.open(request, index, self._next_seq_id, self.outputs.tokenizer))
         for sequence in sequences:
             self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)

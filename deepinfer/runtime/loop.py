@@ -99,7 +99,7 @@ class StepLoop:
             drafts = self.worker.drafts(before)
         with self.span("constrain"):
             sequences = self.scheduler.planned(plan)
-            inputs = build_sampler_inputs(plan, sequences)
+            inputs = build_sampler_inputs(plan, sequences, self.worker.num_drafts)
             masks = build_masks(plan, sequences, drafts, self.worker.model.config.vocab_size)
             return inputs if masks is None else replace(inputs, allowed=masks)
 

@@ -93,10 +93,15 @@ class OutputProcessor:
         # The scheduler drops what a step drew behind the end of the text.
         kept = result.token_ids[: sequence.num_output_tokens - completion.num_tokens]
         completion.num_tokens += len(kept)
-        # A stop id that ended the text is no part of it, even where special tokens are shown. A complete grammar needs none.
-        ended_by_id = sequence.finish_reason == "stop" and kept[-1] in sequence.request.stop_token_ids
-        for token in kept[:-1] if ended_by_id else kept:
-            completion.text += completion.detokenizer.push(token)
+        if sequence.stop_strings is not None:
+            completion.text = sequence.stop_strings.shown
+        else:
+            # A stop id that ended the text is no part of it, even where special tokens are shown. A complete grammar needs none.
+            request = sequence.request
+            ended_by_id = sequence.finish_reason == "stop" and kept[-1] in request.stop_token_ids
+            hides_last = ended_by_id and not request.params.include_stop_str_in_output
+            for token in kept[:-1] if hides_last else kept:
+                completion.text += completion.detokenizer.push(token)
         for token, around in zip(kept, result.logprobs or (), strict=False):
             completion.logprobs.append(self._around(token, around))
             completion.cumulative += around.logprob
@@ -127,7 +132,11 @@ class OutputProcessor:
 
     def _completion(self, c: _Completion) -> CompletionOutput:
         if c.sequence.status is Status.FINISHED and not c.is_flushed:
-            c.text += c.detokenizer.finish()
+            if (strings := c.sequence.stop_strings) is not None:
+                strings.finish()
+                c.text = strings.shown
+            else:
+                c.text += c.detokenizer.finish()
             c.is_flushed = True
         with_logprobs = c.sequence.request.params.logprobs is not None
         return CompletionOutput(

@@ -7,6 +7,7 @@ import torch
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.ops.sample import sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
+from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
 from deepinfer.runtime.staging import to_device
 
@@ -80,7 +81,7 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         stops = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for row, seq in enumerate(rows):
             stops[row, sorted(seq.request.stop_token_ids)] = True
-    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    wanted = [num_top(p.logprobs, vocab_size) for p in params if p.logprobs is not None]
     return SamplingMetadata(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
         top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
@@ -93,6 +94,11 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         num_top=max(wanted) if wanted else None,
     )
+
+
+def num_top(wanted: int, vocab_size: int) -> int:
+    """Most probable tokens that `logprobs` stands for."""
+    return vocab_size if wanted < 0 else min(wanted, vocab_size)
 
 
 def _first_stop(seq: SequencePlan) -> int:
@@ -124,6 +130,19 @@ def choose(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[
     )
 
 
+def draw(
+    logits: Float[Tensor, "n V"],
+    meta: SamplingMetadata,
+    positions: Int[Tensor, " n"],
+    inputs: SamplerInputs,
+    texts: Continuations | None,
+) -> Int[Tensor, " n"]:
+    """The target's token at each row's absolute position, given the text before it; None if nothing depends on that."""
+    if texts is None:
+        return choose(logits, meta, positions)
+    return inputs.force(choose(inputs.constrain(logits, texts), meta, positions), texts)
+
+
 def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | None) -> SamplerOutput:
     """Add the log probabilities of the unmodified logits, if they are wanted."""
     if num_top is None:
@@ -153,5 +172,6 @@ def _token_logprobs(host: SamplerOutput, row: int, count: int) -> TokenLogprobs:
     assert host.ranks is not None
     assert host.top_ids is not None
     assert host.top_logprobs is not None
+    count = num_top(count, host.top_ids.shape[1])
     top = zip(host.top_ids[row, :count].tolist(), host.top_logprobs[row, :count].tolist(), strict=True)
     return TokenLogprobs(logprob=float(host.logprobs[row]), rank=int(host.ranks[row]), top=tuple(top))

@@ -252,19 +252,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> int:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
-        request = sequence.request
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            if sequence.grammar is not None:
-                sequence.grammar.advance((token,))
-            is_stop = token in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens
-            if is_stop:
-                sequence.finish_reason = "stop"
-                sequence.stop_reason = None if token == request.eos_token_id else token
-            elif sequence.grammar is not None and sequence.grammar.is_complete:
-                sequence.finish_reason = "stop"
-            elif sequence.num_output_tokens >= request.max_new_tokens:
-                sequence.finish_reason = "length"
+            _set_finish_reason(sequence, token)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
                 self._retire(sequence, Status.FINISHED)
@@ -298,3 +288,26 @@ class Scheduler:
         for sequence in self.running:
             covered = len(sequence.blocks) * self.limits.block_size
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
+
+
+def _set_finish_reason(sequence: Sequence, token: int) -> None:
+    """Decide whether the newest token ends its sequence: a stop token before a stop string before its grammar before
+    the length."""
+    request, params, strings, grammar = sequence.request, sequence.request.params, sequence.stop_strings, sequence.grammar
+    if grammar is not None:
+        grammar.advance((token,))
+    may_stop = sequence.num_output_tokens > params.first_free_stop
+    is_stop = may_stop and token in request.stop_token_ids
+    found = None
+    # The text of a stop token counts only where it is shown.
+    if strings is not None and (not is_stop or params.include_stop_str_in_output):
+        found = strings.push(token, may_stop=may_stop and not is_stop)
+    if is_stop:
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = None if token == request.eos_token_id else token
+    elif found is not None:
+        sequence.finish_reason, sequence.stop_reason = "stop", found
+    elif grammar is not None and grammar.is_complete:
+        sequence.finish_reason = "stop"
+    elif sequence.num_output_tokens >= request.max_new_tokens:
+        sequence.finish_reason = "length"

@@ -11,11 +11,11 @@ import torch
 from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
-from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs
+from deepinfer.runtime.constraints import UNCONSTRAINED, Continuations, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
-from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, choose, host_copy, report, stage_sampling, to_result
+from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, draw, host_copy, report, stage_sampling, to_result
 from deepinfer.runtime.staging import pack, to_device
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.step_state import (
@@ -122,10 +122,13 @@ class Worker:
             meta = state.metadata.to(device, (*SAMPLER_INPUTS, "slots"))
             sampling, outputs = state.sampling.to(device), state.outputs
             logits = self.model.logits(outputs.final)
-            drawn = choose(inputs.to(device).constrain(logits), sampling, outputs.positions + 1)
             groups, place = meta.sample_groups, (meta.sample_of, meta.sample_index)
             shape = (groups.shape[0], 1 + self.num_drafts)
-            accepted = leading_matches(drawn, outputs.fed_next, meta.draft_follows > 0, *place, shape)
+            fed = (outputs.fed_next, meta.draft_follows > 0, *place, shape)
+            limits = inputs.to(device)
+            texts = rows_behind_drafts(*fed) if limits.depend_on_text else None
+            drawn = draw(limits.mask(logits), sampling, outputs.positions + 1, limits, texts)
+            accepted = leading_matches(drawn, *fed)
             grid = torch.full(shape, POISON, device=device)
             grid[place] = drawn
             last = grid.gather(1, accepted[:, None]).squeeze(1)
@@ -133,7 +136,8 @@ class Worker:
             outputs.next_start[groups] += accepted
             box.drawn = report(logits, SamplerOutput(token_ids=drawn, emitted=accepted + 1), sampling.num_top)
             if self.num_drafts and groups.shape[0]:
-                outputs.drafts[groups] = self._propose(meta, sampling, outputs, last)
+                texts = groups_behind_run(grid, accepted) if limits.depend_on_text else None
+                outputs.drafts[groups] = self._propose(meta, sampling, outputs, last, limits, texts)
 
         @torch.inference_mode()
         def copy() -> None:
@@ -159,13 +163,24 @@ class Worker:
         self.device.launch(COPY, copy, reads=[state.outputs], writes=[box])
         box.drafts_copied = self.device.record(COPY)
 
-    def _propose(self, meta: SequenceMetadata, sampling: SamplingMetadata, outputs: DeviceOutputs, last: Tensor) -> Tensor:
-        """Draft the tokens after `last` with the noise that the target will use at their positions."""
+    def _propose(
+        self,
+        meta: SequenceMetadata,
+        sampling: SamplingMetadata,
+        outputs: DeviceOutputs,
+        last: Tensor,
+        inputs: SamplerInputs,
+        texts: Continuations | None,
+    ) -> Tensor:
+        """Draft the tokens after `last` with the noise and the constraints that the target will use at their positions."""
         groups = meta.sample_groups
         of_group = sampling.rows(meta.first_logit)
 
         def draft(logits: Tensor, positions: Tensor) -> Tensor:
-            return choose(logits, of_group, positions)
+            nonlocal texts
+            drawn = draw(logits, of_group, positions, inputs, texts)
+            texts = None if texts is None else texts.with_drawn(drawn)
+            return drawn
 
         newest = outputs.next_start[groups] - 1
         proposal = self.model.propose_draft(last, newest, meta.slots[groups], self.cache, draft)

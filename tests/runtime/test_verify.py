@@ -48,7 +48,7 @@ def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, dra
     seen: set[tuple[int, int]] = set()
     count = itertools.count()
 
-    def planned(self: Worker, meta, sampling, outputs, last):  # type: ignore[no-untyped-def]
+    def planned(self: Worker, meta, sampling, outputs, last, *constraints):  # type: ignore[no-untyped-def]
         rows = []
         for position, slot in zip(
             outputs.next_start[meta.sample_groups].tolist(), meta.slots[meta.sample_groups].tolist(), strict=True
@@ -84,9 +84,9 @@ def test_drafts_with_the_noise_of_the_target_are_accepted_more_often_than_others
     shared = accepted()
     original = Worker._propose
 
-    def independent(self, meta, sampling, outputs, last):  # type: ignore[no-untyped-def]
+    def independent(self, meta, sampling, outputs, last, *constraints):  # type: ignore[no-untyped-def]
         sampling.seeds.add_(1000)
-        return original(self, meta, sampling, outputs, last)
+        return original(self, meta, sampling, outputs, last, *constraints)
 
     monkeypatch.setattr(Worker, "_propose", independent)
     assert shared > accepted()
