@@ -58,8 +58,8 @@ class StructuredOutputs:
                 raise Rejected(f"StructuredOutputs.choice: expected a list of strings, got {type(self.choice).__name__}")
             for index, text in enumerate(self.choice):
                 _check_text(f"choice[{index}]", text)
-        for name in ("json_object", "disable_any_whitespace"):
-            if not isinstance(getattr(self, name), bool | None):
+        for name, kinds in (("json_object", bool | None), ("disable_any_whitespace", bool)):
+            if not isinstance(getattr(self, name), kinds):
                 raise Rejected(f"StructuredOutputs.{name}: expected True or False, got {type(getattr(self, name)).__name__}")
         is_json = self.json is not None or self.json_object
         if (self.whitespace_pattern is not None or self.disable_any_whitespace) and not is_json:

@@ -22,8 +22,8 @@ _LENGTH_OF_TYPE = {"null": 4, "boolean": 4, "string": 2, "array": 2, "object": 2
 def fewest_tokens_by_search(grammar: Grammar, spelled: Callable[[int], bytes]) -> int:
     """Every way to go on from every text, token by token. `spelled` gives a token's bytes, apart for control tokens."""
     frontier: dict[bytes, Any] = {b"": grammar.at_start()}
-    count = 0
-    followed = 0
+    seen = {b""}
+    count = followed = 0
     while frontier:
         if any(matcher.is_accepting() for matcher in frontier.values()):
             return count
@@ -35,7 +35,8 @@ def fewest_tokens_by_search(grammar: Grammar, spelled: Callable[[int], bytes]) -
                 return count + 1
             for token in legal:
                 grown = text + spelled(token)
-                if grown not in longer:
+                if grown not in seen:
+                    seen.add(grown)
                     after = matcher.deep_copy()
                     if after.consume_token(token):
                         longer[grown] = after
