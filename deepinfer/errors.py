@@ -14,6 +14,7 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
+│   └── NothingToDraw
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -90,6 +91,10 @@ class CapacityError(DeepInferError):
 
 class StepError(DeepInferError):
     """A step failed on the device."""
+
+
+class NothingToDraw(StepError):
+    """A request's logits are not finite, or what it forbids leaves no token; the message names it. Other requests go on."""
 
 
 class EngineClosed(DeepInferError):

@@ -229,9 +229,9 @@ class SamplerInputs:
             logits = constraint.apply(logits, texts)
         return logits
 
-    def force(self, drawn: Int[Tensor, " n"], texts: Continuations) -> Int[Tensor, " n"]:
+    def force(self, drawn: Int[Tensor, " n"], texts: Continuations | None) -> Int[Tensor, " n"]:
         """The drawn tokens, or the forced ones that stand in their places."""
-        if self.forced is None:
+        if self.forced is None or texts is None:
             return drawn
         places = texts.lengths.clamp(max=self.forced.shape[1] - 1)
         forced = self.forced[texts.groups].gather(1, places[:, None]).squeeze(1)

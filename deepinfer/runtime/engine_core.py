@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, StepError
+from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, NothingToDraw, StepError
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
@@ -76,7 +76,18 @@ class EngineCore:
     def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
+        for event in events:
+            if event.result.failure is not None:
+                self._end_failed(event.sequence.request, event.result.failure)
         self.outputs.process(events)
+
+    def _end_failed(self, request: Request, failure: str) -> None:
+        """End all completions of a request of which one cannot go on; the others' steps in flight become stale."""
+        live = self.outputs.live.pop(request.request_id, None)
+        if live is not None:
+            for sequence in live.sequences:
+                self.scheduler.abort(sequence)
+            live.on_error(NothingToDraw(f"request {request.request_id}: {failure}"))
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""

@@ -1,5 +1,6 @@
 """From logits to tokens for the sampling rows of a step. Batch mates do not matter."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,7 @@ from deepinfer.ops.sample import sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
-from deepinfer.runtime.staging import to_device
+from deepinfer.runtime.staging import host_copy, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,10 +51,12 @@ class SamplerOutput:
     Attributes:
         token_ids: the target's own token for each row that got logits.
         emitted: tokens that each sampling group keeps: accepted drafts and one more.
+        peaks: the largest logit that each row could draw from; not finite where nothing can be drawn.
     """
 
     token_ids: Int[Tensor, " R"]
     emitted: Int[Tensor, " S"]
+    peaks: Float[Tensor, " R"]
     logprobs: Float[Tensor, " R"] | None = None
     ranks: Int[Tensor, " R"] | None = None
     top_logprobs: Float[Tensor, "R n"] | None = None
@@ -62,13 +65,17 @@ class SamplerOutput:
     def to_host(self) -> "SamplerOutput":
         """Host copies, made without waiting; valid once the event recorded after them has passed."""
         tensors = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: _host_copy(value) for name, value in tensors.items()})
+        return replace(self, **{name: host_copy(value) for name, value in tensors.items()})
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenScores:
+    """Log probability and rank of given tokens, and the most probable tokens in their places."""
+
+    logprobs: Float[Tensor, " R"]
+    ranks: Int[Tensor, " R"]
+    top_logprobs: Float[Tensor, "R n"]
+    top_ids: Int[Tensor, "R n"]
 
 
 def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
@@ -112,10 +119,7 @@ def _wrapped(seed: int) -> int:
 
 
 def choose(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """The target's token at each row's absolute position."""
-    if meta.stops is not None:
-        is_blocked = meta.stops & (positions < meta.first_stop)[:, None]
-        logits = logits.masked_fill(is_blocked, NEG_INF)
+    """The token at each row's absolute position, from logits that `restrict` has left."""
     return sample(
         logits,
         meta.temperature,
@@ -129,17 +133,23 @@ def choose(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[
     )
 
 
-def draw(
+def restrict(
     logits: Float[Tensor, "n V"],
     meta: SamplingMetadata,
     positions: Int[Tensor, " n"],
     inputs: SamplerInputs,
     texts: Continuations | None,
-) -> Int[Tensor, " n"]:
-    """The target's token at each row's absolute position, given the text before it; None if nothing depends on that."""
-    if texts is None:
-        return choose(logits, meta, positions)
-    return inputs.force(choose(inputs.constrain(logits, texts), meta, positions), texts)
+) -> Float[Tensor, "n V"]:
+    """The logits that the token at each row's absolute position is drawn from, given the text before it.
+
+    `texts` is None if nothing depends on it. The given logits stay as they are, for log probabilities.
+    """
+    if texts is not None:
+        logits = inputs.constrain(logits, texts)
+    if meta.stops is not None:
+        is_blocked = meta.stops & (positions < meta.first_stop)[:, None]
+        logits = logits.masked_fill(is_blocked, NEG_INF)
+    return logits
 
 
 def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | None) -> SamplerOutput:
@@ -152,21 +162,29 @@ def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | No
 
 def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
     """Split the host copy into one result for each row group."""
-    tokens, emitted = host.token_ids.tolist(), iter(host.emitted.tolist())
+    tokens, peaks, emitted = host.token_ids.tolist(), host.peaks.tolist(), iter(host.emitted.tolist())
     results, row = [], 0
     for seq in plan.sequences:
         if not seq.is_sampling:
             results.append(SequenceResult())
             continue
         kept = range(row, row + next(emitted))
+        failure = next((_failure(peaks[r]) for r in kept if not math.isfinite(peaks[r])), None)
         wanted = seq.request.params.logprobs
-        logprobs = None if wanted is None else tuple(_token_logprobs(host, r, wanted) for r in kept)
-        results.append(SequenceResult(tuple(tokens[r] for r in kept), logprobs))
+        logprobs = None if wanted is None else tuple(logprobs_of_row(host, r, wanted) for r in kept)
+        results.append(SequenceResult(tuple(tokens[r] for r in kept), logprobs, failure=failure))
         row += 1 + seq.n_drafts
     return StepResult(step_seq=plan.step_seq, sequences=tuple(results))
 
 
-def _token_logprobs(host: SamplerOutput, row: int, count: int) -> TokenLogprobs:
+def _failure(peak: float) -> str:
+    if peak == NEG_INF:
+        return "no token can be drawn: what the request forbids, and logits of -inf, leave none"
+    return f"the model's logits are not finite (the largest is {peak})"
+
+
+def logprobs_of_row(host: SamplerOutput | TokenScores, row: int, count: int) -> TokenLogprobs:
+    """One row of a host copy, with `count` of its most probable tokens; -1: all."""
     assert host.logprobs is not None
     assert host.ranks is not None
     assert host.top_ids is not None

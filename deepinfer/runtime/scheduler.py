@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deepinfer.errors import CapacityError
+from deepinfer.outputs import FinishReason
 from deepinfer.runtime.ids import IdPool
-from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
+from deepinfer.runtime.plan import NOT_IN_LAST_STEP, Observed, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.release import DeferredRelease
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
@@ -200,9 +201,17 @@ class Scheduler:
             n_drafts=count - 1 if continues else 0,
             remap=self._last_row_of[sequence.seq_id][0] if is_on_device else NOT_IN_LAST_STEP,
             is_sampling=start + count >= known,
+            scored=self._scored(sequence, start, count),
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
         )
+
+    def _scored(self, sequence: Sequence, start: int, count: int) -> range:
+        """Positions among the next rows whose prompt tokens behind them shall get a log probability and have none yet."""
+        if sequence.request.params.prompt_logprobs is None or sequence.index > 0:
+            return range(0)
+        first = max(start, len(sequence.prompt_scores))
+        return range(first, max(first, min(start + count, sequence.num_prompt_tokens - 1)))
 
     def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
         if not planned:
@@ -237,8 +246,13 @@ class Scheduler:
             if ticket.epoch != sequence.epoch:
                 self.counters.stale_results += 1
                 continue
+            if outcome.observed is not None:
+                _observe(sequence, outcome.observed)
             sequence.confirmed += ticket.q_cap - ticket.n_drafts
-            if ticket.is_sampling:
+            if outcome.failure is not None:
+                self._end(sequence, "error")
+                events.append(SequenceEvent(sequence, outcome.first(0)))
+            elif ticket.is_sampling:
                 accepted = len(outcome.token_ids) - 1
                 sequence.confirmed += accepted
                 self.counters.drafted += ticket.n_drafts
@@ -252,12 +266,15 @@ class Scheduler:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            _set_finish_reason(sequence, token)
-            if sequence.finish_reason is not None:
-                self.running.remove(sequence)
-                self._retire(sequence, Status.FINISHED)
+            if (reason := _finish_reason(sequence, token)) is not None:
+                self._end(sequence, reason)
                 return count
         return len(token_ids)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.running.remove(sequence)
+        sequence.finish_reason = reason
+        self._retire(sequence, Status.FINISHED)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it will be computed again from its known tokens, before newer requests."""
@@ -288,8 +305,17 @@ class Scheduler:
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
 
 
-def _set_finish_reason(sequence: Sequence, token: int) -> None:
-    """Decide whether the newest token ends its sequence: a stop token before a stop string before the length."""
+def _observe(sequence: Sequence, observed: Observed) -> None:
+    """Keep what a step showed of the rows from `confirmed` on, but for those that were seen before a preemption."""
+    sequence.prompt_scores += observed.prompt_scores
+    end = sequence.confirmed + observed.num_rows
+    if end > sequence.num_observed:
+        sequence.observed.append(observed.behind(sequence.num_observed - sequence.confirmed))
+        sequence.num_observed = end
+
+
+def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
+    """Whether the newest token ends its sequence: a stop token before a stop string before the length. Sets `stop_reason`."""
     request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
     may_stop = sequence.num_output_tokens > params.first_free_stop
     is_stop = may_stop and token in request.stop_token_ids
@@ -298,9 +324,9 @@ def _set_finish_reason(sequence: Sequence, token: int) -> None:
     if strings is not None and (not is_stop or params.include_stop_str_in_output):
         found = strings.push(token, may_stop=may_stop and not is_stop)
     if is_stop:
-        sequence.finish_reason = "stop"
         sequence.stop_reason = None if token == request.eos_token_id else token
-    elif found is not None:
-        sequence.finish_reason, sequence.stop_reason = "stop", found
-    elif sequence.num_output_tokens >= request.max_new_tokens:
-        sequence.finish_reason = "length"
+        return "stop"
+    if found is not None:
+        sequence.stop_reason = found
+        return "stop"
+    return "length" if sequence.num_output_tokens >= request.max_new_tokens else None

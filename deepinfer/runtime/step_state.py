@@ -12,6 +12,7 @@ import torch
 from deepinfer.dims import Float, Int, Tensor
 from deepinfer.model.rows import TRASH_SLOT, Rows
 from deepinfer.runtime.device import Event
+from deepinfer.runtime.observations import StepObservations
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
 from deepinfer.runtime.staging import to_device
@@ -170,11 +171,12 @@ class DeviceOutputs:
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `drawn` keeps the sampler's device tensors alive until their copy `host` has been read.
+    `drawn` keeps the sampler's device tensors alive until their copy `host` has been read; `seen` is that of what was observed.
     """
 
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None
+    seen: StepObservations | None = None
     copied: Event | None = None
     result: StepResult | None = None
 
@@ -188,6 +190,7 @@ class WorkerStepState:
     sampling: SamplingMetadata
     outputs: DeviceOutputs
     forward_done: Event
+    observed: StepObservations | None = None
     box: StepBox = field(default_factory=StepBox)
 
 

@@ -13,8 +13,9 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.constraints import UNCONSTRAINED, Continuations, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
+from deepinfer.runtime.observations import recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
-from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, draw, report, stage_sampling, to_result
+from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, choose, report, restrict, stage_sampling, to_result
 from deepinfer.runtime.staging import pack, to_device
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.step_state import (
@@ -72,7 +73,8 @@ class Worker:
         metadata = stage_metadata(plan, self.sizes.block_size, num_groups, width)
         outputs = self._empty_outputs(num_groups, metadata.sample_rows.shape[0])
         before = None if previous is None else previous.outputs
-        is_static = self.num_drafts == 0 and plan.kind is StepKind.DECODE and num_groups in self.decode_buckets
+        observed = stage_observations(plan, model.config.vocab_size)
+        is_static = self.num_drafts == 0 and plan.kind is StepKind.DECODE and num_groups in self.decode_buckets and observed is None
 
         @torch.inference_mode()
         def forward() -> None:
@@ -82,7 +84,10 @@ class Worker:
             on_device = metadata.to(device)
             rows, starts = build_rows(on_device, before)
             outputs.next_start.copy_(starts + on_device.q_lens - on_device.n_drafts)
-            hidden = model.forward_rows(rows, self.cache)
+            with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
+                hidden = model.forward_rows(rows, self.cache)
+            if observed is not None:
+                observed.take(hidden, experts)
             outputs.final.copy_(hidden.final[on_device.sample_rows])
             outputs.positions.copy_(rows.positions[on_device.sample_rows])
             outputs.fed_next.copy_(rows.token_ids.roll(-1)[on_device.sample_rows])
@@ -92,13 +97,15 @@ class Worker:
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
-        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, self.cache, *places])
+        seen = [] if observed is None else [observed]
+        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, self.cache, *seen, *places])
         return WorkerStepState(
             plan=plan,
             metadata=metadata,
             sampling=stage_sampling(plan, model.config.vocab_size),
             outputs=outputs,
             forward_done=self.device.record(COMPUTE),
+            observed=observed,
         )
 
     def _run_static(self, metadata: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> None:
@@ -126,14 +133,18 @@ class Worker:
             fed = (outputs.fed_next, meta.draft_follows > 0, *place, shape)
             limits = inputs.to(device)
             texts = rows_behind_drafts(*fed) if limits.depend_on_text else None
-            drawn = draw(limits.mask(logits), sampling, outputs.positions + 1, limits, texts)
+            free = restrict(limits.mask(logits), sampling, outputs.positions + 1, limits, texts)
+            drawn = limits.force(choose(free, sampling, outputs.positions + 1), texts)
             accepted = leading_matches(drawn, *fed)
             grid = torch.full(shape, POISON, device=device)
             grid[place] = drawn
             last = grid.gather(1, accepted[:, None]).squeeze(1)
             outputs.sampled[groups] = last
             outputs.next_start[groups] += accepted
-            box.drawn = report(logits, SamplerOutput(token_ids=drawn, emitted=accepted + 1), sampling.num_top)
+            drawn_here = SamplerOutput(token_ids=drawn, emitted=accepted + 1, peaks=free.amax(dim=-1))
+            box.drawn = report(logits, drawn_here, sampling.num_top)
+            if state.observed is not None:
+                state.observed.score(self.model.logits)
             if self.num_drafts and groups.shape[0]:
                 texts = groups_behind_run(grid, accepted) if limits.depend_on_text else None
                 outputs.drafts[groups] = self._propose(meta, sampling, outputs, last, limits, texts)
@@ -142,10 +153,12 @@ class Worker:
         def copy() -> None:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
+            box.seen = None if state.observed is None else state.observed.to_host()
 
-        self.device.launch(COMPUTE, sampler, reads=[state.sampling, inputs], writes=[state.outputs, box])
+        seen = [] if state.observed is None else [state.observed]
+        self.device.launch(COMPUTE, sampler, reads=[state.sampling, inputs], writes=[state.outputs, box, *seen])
         self.device.wait(COPY, self.device.record(COMPUTE))
-        self.device.launch(COPY, copy, reads=[], writes=[box])
+        self.device.launch(COPY, copy, reads=seen, writes=[box])
         box.copied = self.device.record(COPY)
 
     def _propose(
@@ -163,7 +176,7 @@ class Worker:
 
         def draft(logits: Tensor, positions: Tensor) -> Tensor:
             nonlocal texts
-            drawn = draw(logits, of_group, positions, inputs, texts)
+            drawn = inputs.force(choose(restrict(logits, of_group, positions, inputs, texts), of_group, positions), texts)
             texts = None if texts is None else texts.with_drawn(drawn)
             return drawn
 
@@ -196,7 +209,9 @@ class Worker:
         if box.result is None:
             assert box.host is not None
             box.result = to_result(state.plan, box.host)
-            box.drawn = box.host = None
+            if box.seen is not None:
+                box.result = with_observations(box.result, state.plan, box.seen)
+            box.drawn = box.host = box.seen = None
         return box.result
 
     def _padded_shape(self, plan: SchedulerOutputs) -> tuple[int, int]:
