@@ -25,6 +25,7 @@ class CompletionOutput:
         finish_reason: None while running; "stop" for the end-of-sequence token or a stop id, "length" for a limit.
         stop_reason: the stop token id that ended it, if it was not the end-of-sequence token.
         seed: the seed this completion was drawn with, whether or not the request brought one.
+        accepted_per_step: accepted drafts in each step that gave it tokens, one token of the target besides; None without drafts.
     """
 
     index: int
@@ -35,6 +36,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     seed: int = 0
+    accepted_per_step: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ class _Completion:
     text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative: float = 0.0
+    accepted_per_step: list[int] = field(default_factory=list)
     is_flushed: bool = False
 
 
@@ -52,8 +53,8 @@ class LiveRequest:
 class OutputProcessor:
     """Turns events into outputs; holds one `LiveRequest` for each unfinished request."""
 
-    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float]) -> None:
-        self.tokenizer, self.precision, self.clock = tokenizer, precision, clock
+    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float], is_speculative: bool = False) -> None:
+        self.tokenizer, self.precision, self.clock, self.is_speculative = tokenizer, precision, clock, is_speculative
         self.live: dict[str, LiveRequest] = {}
 
     def open(
@@ -93,6 +94,7 @@ class OutputProcessor:
         # The scheduler drops what a step drew behind the end of the text.
         kept = result.token_ids[: sequence.num_output_tokens - completion.num_tokens]
         completion.num_tokens += len(kept)
+        completion.accepted_per_step.append(len(kept) - 1)
         # The token that ended the text is no part of it, even where special tokens are shown.
         for token in kept[:-1] if sequence.finish_reason == "stop" else kept:
             completion.text += completion.detokenizer.push(token)
@@ -138,4 +140,5 @@ class OutputProcessor:
             finish_reason=c.sequence.finish_reason,
             stop_reason=c.sequence.stop_reason,
             seed=c.sequence.seed,
+            accepted_per_step=list(c.accepted_per_step) if self.is_speculative else None,
         )

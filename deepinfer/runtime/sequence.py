@@ -45,6 +45,7 @@ class Sequence:
         epoch: raised by preemption, abort and finish; results of an older epoch are stale.
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
+        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_preemptions: int = 0
+    survival: tuple[float, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
