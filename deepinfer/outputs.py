@@ -32,6 +32,7 @@ class CompletionOutput:
         hidden_states: float32 [T - 1, D] once finished, if asked for: the state before the final norm at each token of prompt and
             output but the last, which was never fed. Row i is what token i + 1 was drawn from.
         routed_experts: int32 [T - 1, layers, experts of a token] once finished, if asked for, of the same tokens; backbone layers.
+        accepted_per_step: accepted drafts in each step that gave it tokens, one token of the target besides; None without drafts.
     """
 
     index: int
@@ -44,6 +45,7 @@ class CompletionOutput:
     seed: int = 0
     hidden_states: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     routed_experts: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
+    accepted_per_step: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

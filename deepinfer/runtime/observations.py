@@ -29,16 +29,17 @@ class StepObservations:
     """The rows of one step that are watched, and what was seen there. Each field is written once, in the order of the launches.
 
     Attributes:
-        score_rows, score_tokens: prompt rows, and the prompt tokens that follow them.
+        score_rows, feature_rows: rows to score, and those whose hidden states or experts are kept, as row group and place in it;
+            the device knows where a group's rows begin.
+        score_tokens: prompt tokens that follow the rows to score.
         num_top: most probable tokens to report beside those.
-        feature_rows: rows whose hidden states or experts are kept.
         final: hidden rows to be scored, until the sampler's turn.
     """
 
-    score_rows: Int[Tensor, " P"]
+    score_rows: Int[Tensor, "P 2"]
     score_tokens: Int[Tensor, " P"]
     num_top: int
-    feature_rows: Int[Tensor, " F"]
+    feature_rows: Int[Tensor, "F 2"]
     wants_hidden: bool
     wants_experts: bool
     final: Float[Tensor, "P D"] | None = None
@@ -46,10 +47,13 @@ class StepObservations:
     hidden: Float[Tensor, "F D"] | None = None
     experts: Int[Tensor, "F L K"] | None = None
 
-    def take(self, hidden: Hidden, experts: list[Int[Tensor, "T K"]]) -> None:
-        """Keep what the forward leaves for the watched rows."""
-        device = hidden.final.device
-        score_rows, feature_rows = to_device([self.score_rows, self.feature_rows], device)
+    def take(self, hidden: Hidden, experts: list[Int[Tensor, "T K"]], first_rows: Int[Tensor, " B"]) -> None:
+        """Keep what the forward leaves for the watched rows, given where each row group begins.
+
+        A draft that got no row shows some other one, to be dropped.
+        """
+        places = to_device([self.score_rows, self.feature_rows], hidden.final.device)
+        score_rows, feature_rows = ((first_rows[rows[:, 0]] + rows[:, 1]).clamp(max=len(hidden.final) - 1) for rows in places)
         if len(self.score_rows):
             self.final = hidden.final[score_rows]
         if self.wants_hidden:
@@ -92,26 +96,31 @@ class StepObservations:
 
 def stage_observations(plan: SchedulerOutputs, vocab_size: int) -> StepObservations | None:
     """The watched rows of a plan; None if there are none."""
-    score_rows: list[int] = []
+    score_rows: list[tuple[int, int]] = []
     score_tokens: list[int] = []
-    feature_rows: list[int] = []
-    wanted, wants_hidden, wants_experts, row = [0], False, False, 0
-    for seq in plan.sequences:
+    feature_rows: list[tuple[int, int]] = []
+    wanted, wants_hidden, wants_experts = [0], False, False
+    for group, seq in enumerate(plan.sequences):
         params = seq.request.params
         for position in seq.scored:
-            score_rows.append(row + position - seq.start)
+            score_rows.append((group, position - seq.start))
             score_tokens.append(seq.request.prompt_token_ids[position + 1])
         if seq.scored and params.prompt_logprobs is not None:
             wanted.append(num_top(params.prompt_logprobs, vocab_size))
         if params.returns_features:
-            feature_rows += range(row, row + seq.q_cap)
+            feature_rows += [(group, place) for place in range(seq.q_cap)]
         wants_hidden |= params.return_hidden_states
         wants_experts |= params.return_routed_experts
-        row += seq.q_cap
     if not score_rows and not feature_rows:
         return None
-    rows, tokens, features = (torch.tensor(x, dtype=torch.int64) for x in (score_rows, score_tokens, feature_rows))
-    return StepObservations(rows, tokens, max(wanted), features, wants_hidden, wants_experts)
+    return StepObservations(
+        torch.tensor(score_rows, dtype=torch.int64).view(-1, 2),
+        torch.tensor(score_tokens, dtype=torch.int64),
+        max(wanted),
+        torch.tensor(feature_rows, dtype=torch.int64).view(-1, 2),
+        wants_hidden,
+        wants_experts,
+    )
 
 
 @contextmanager
@@ -140,7 +149,7 @@ def with_observations(result: StepResult, plan: SchedulerOutputs, seen: StepObse
         if seq.scored and seen.scores is not None and params.prompt_logprobs is not None:
             scores = tuple(logprobs_of_row(seen.scores, scored + i, params.prompt_logprobs) for i in range(len(seq.scored)))
             scored += len(seq.scored)
-        kept = slice(features, features + seq.q_cap - seq.n_drafts + max(len(outcome.token_ids) - 1, 0))
+        kept = slice(features, features + seq.q_cap - seq.n_drafts + outcome.num_accepted)
         hidden, experts = seen.hidden, seen.experts
         if not scores and not params.returns_features:
             results.append(outcome)

@@ -26,6 +26,7 @@ class _Completion:
     text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative: float = 0.0
+    accepted_per_step: list[int] = field(default_factory=list)
     is_flushed: bool = False
 
 
@@ -56,8 +57,8 @@ class LiveRequest:
 class OutputProcessor:
     """Turns events into outputs; holds one `LiveRequest` for each unfinished request."""
 
-    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float]) -> None:
-        self.tokenizer, self.precision, self.clock = tokenizer, precision, clock
+    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float], is_speculative: bool = False) -> None:
+        self.tokenizer, self.precision, self.clock, self.is_speculative = tokenizer, precision, clock, is_speculative
         self.live: dict[str, LiveRequest] = {}
 
     def open(
@@ -97,6 +98,7 @@ class OutputProcessor:
         # The scheduler drops what a step drew behind the end of the text.
         kept = result.token_ids[: sequence.num_output_tokens - completion.num_tokens]
         completion.num_tokens += len(kept)
+        completion.accepted_per_step.append(len(kept) - 1)
         if sequence.stop_strings is not None:
             completion.text = sequence.stop_strings.shown
         else:
@@ -165,6 +167,7 @@ class OutputProcessor:
             seed=c.sequence.seed,
             hidden_states=hidden,
             routed_experts=experts,
+            accepted_per_step=list(c.accepted_per_step) if self.is_speculative else None,
         )
 
 

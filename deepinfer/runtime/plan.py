@@ -28,8 +28,8 @@ class SequencePlan(NamedTuple):
         blocks: its cache blocks, covering every position the rows may reach.
         start: position of the first row; with `remap` an upper bound, good for reserving memory only.
         token_ids: tokens to feed; empty if they are on the device: the token drawn last, and drafts.
-        q_cap: rows.
-        n_drafts: rows at their end that feed drafts of the step before.
+        q_cap: most rows.
+        n_drafts: most rows at their end that feed drafts of the step before.
         remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host
             knows all tokens.
         is_sampling: draw a token after the last row.
@@ -54,15 +54,22 @@ class SequencePlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerOutputs:
-    """One step."""
+    """One step.
+
+    Attributes:
+        draft_rows: rows for drafts in all sequences together; if less than they have drafts, the device chooses whose.
+        proposes: whether the step drafts tokens for the next one.
+    """
 
     step_seq: int
     kind: StepKind
     sequences: tuple[SequencePlan, ...]
+    draft_rows: int = 0
+    proposes: bool = False
 
     @property
     def num_rows(self) -> int:
-        return sum(s.q_cap for s in self.sequences)
+        return sum(s.q_cap - s.n_drafts for s in self.sequences) + self.draft_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,21 +106,30 @@ class Observed(NamedTuple):
 
 
 class SequenceResult(NamedTuple):
-    """What one sequence got from a step: the tokens drawn, in order.
+    """What one sequence got from a step.
 
     Attributes:
+        token_ids: the tokens drawn, in order: accepted drafts and one more.
+        n_drafts: drafts that were verified.
+        survival: what had been estimated for the drafts on offer, verified or not.
         failure: why nothing could be drawn; the sequence ends.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    n_drafts: int = 0
+    survival: tuple[float, ...] = ()
     observed: Observed | None = None
     failure: str | None = None
 
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that stood."""
+        return max(len(self.token_ids) - 1, 0)
+
     def first(self, count: int) -> "SequenceResult":
         """The same, cut to its first tokens."""
-        logprobs = None if self.logprobs is None else self.logprobs[:count]
-        return self._replace(token_ids=self.token_ids[:count], logprobs=logprobs)
+        return self._replace(token_ids=self.token_ids[:count], logprobs=None if self.logprobs is None else self.logprobs[:count])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,7 @@ class Sequence:
         prompt_scores: log probabilities of the prompt's tokens from the second on, as far as they are known.
         observed: hidden states and experts of the first `num_observed` tokens, in pieces.
         stop_strings: finds the request's stop strings, if it has any, in the output so far.
+        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
     """
 
     request: Request
@@ -67,6 +68,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    survival: tuple[float, ...] = ()
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     observed: list[Observed] = field(default_factory=list)
     num_observed: int = 0

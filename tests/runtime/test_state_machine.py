@@ -1,9 +1,12 @@
 """Anything that can happen to requests, at random: every finished one equals its lone reference run, bit for bit."""
 
+import random
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.sampling_params import SamplingParams
@@ -14,6 +17,7 @@ SEEN = {
     "finished": 0,
     "accepted": 0,
     "rejected": 0,
+    "not_verified": 0,
     "preemptions": 0,
     "stale_results": 0,
     "chunked_prefills": 0,
@@ -38,6 +42,17 @@ PARAMS += [
 LONGEST = max(len(p) for p in PROMPTS) + 14
 
 
+class AnyBudget(DraftBudget):
+    """A budget that changes from step to step without any reason."""
+
+    def __init__(self, seed: int, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.random = random.Random(seed)
+
+    def drafts_each(self, survivals: list[tuple[float, ...]]) -> int:
+        return self.random.randint(0, self.num_drafts)
+
+
 class Runtime(RuleBasedStateMachine):
     """Add, step, preempt, abort and flush in any order."""
 
@@ -48,7 +63,8 @@ class Runtime(RuleBasedStateMachine):
         budget=st.sampled_from([3, 8, 17, 64]),
         max_num_seqs=st.integers(1, 5),
         buckets=st.sampled_from([(), (1, 2, 4, 8)]),
-        drafts=st.sampled_from([0, 0, 1, 2, 3]),
+        drafts=st.sampled_from([0, 3, 1, 2, 3]),
+        is_adaptive=st.sampled_from([True, False]),
         eagerness=st.sampled_from([0.2, 0.5, 0.9]),
     )
     def open(
@@ -60,6 +76,7 @@ class Runtime(RuleBasedStateMachine):
         max_num_seqs: int,
         buckets: tuple[int, ...],
         drafts: int,
+        is_adaptive: bool,
         eagerness: float,
     ) -> None:
         self.device = FuzzDevice(seed, eagerness)
@@ -73,6 +90,7 @@ class Runtime(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             decode_buckets=buckets,
             num_speculative_tokens=drafts,
+            draft_budget=AnyBudget(seed, drafts) if is_adaptive and drafts else None,
         )
         self.aborted: set[int] = set()
 
@@ -145,8 +163,9 @@ class Runtime(RuleBasedStateMachine):
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)
-        SEEN["accepted"] += counters.accepted
-        SEEN["rejected"] += counters.drafted - counters.accepted
+        SEEN["accepted"] += sum(counters.accepted)
+        SEEN["rejected"] += sum(counters.verified) - sum(counters.accepted)
+        SEEN["not_verified"] += counters.drafted - sum(counters.verified)
 
 
 TestRuntime = Runtime.TestCase
