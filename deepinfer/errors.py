@@ -25,7 +25,13 @@ This module imports nothing.
 
 
 class DeepInferError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        prompt_index: which of the prompts handed in together cannot be served; None if it is about nothing of that kind.
+    """
+
+    prompt_index: int | None = None
 
 
 class ConfigError(DeepInferError):
