@@ -168,7 +168,14 @@ class LLMEngine:
         for p in params:
             if isinstance(p, SamplingParams) and p.form is not None:
                 self._grammars.compile(p.form)  # all of them at once, in the background
-        return [self._request(core, index, prompt, p) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+        requests = []
+        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(core, index, prompt, p))
+            except DeepInferError as error:
+                error.prompt_index = index
+                raise
+        return requests
 
     def _request(self, core: EngineCore, index: int, prompt: Prompt, params: Any) -> Request:
         if not isinstance(params, SamplingParams):
@@ -199,7 +206,7 @@ class LLMEngine:
             bad_words=bad_words,
             grammar=grammar,
         )
-        check_something_can_be_drawn(request, f"prompt {index}")
+        check_something_can_be_drawn(request, f"prompt {index}", config.vocab_size)
         core.limits.check_fits(request, f"prompt {index}")
         return request
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import precision_named
+from deepinfer.runtime.verify import VERIFICATIONS
 from deepinfer.sampling_params import SEED_LIMIT, shown
 
 LARGEST = 2**31 - 1
@@ -25,6 +26,11 @@ class EngineConfig:
         num_speculative_tokens: drafts that a step verifies for a sequence, at most the model's block size. The text is the
             target's own, as without drafts (to the bit with `batch_invariant`). 0 by default: the plain operations gain nothing
             from drafts on a CPU.
+        spec_verification: "match": the target draws with its own noise and a draft stands iff it is the same token; "rejection":
+            standard speculative sampling, the same distribution but not the same tokens (see `deepinfer.runtime.verify`).
+        adaptive_verification: choose the number of drafts from measured step times and the confidence head, down to none where
+            they do not pay; else every draft is verified. The choice follows the clock: under "rejection", or without
+            `batch_invariant`, equal runs may then differ.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
@@ -41,6 +47,8 @@ class EngineConfig:
     num_blocks: int | None = None
     async_scheduling: int = 1
     num_speculative_tokens: int = 0
+    spec_verification: str = "match"
+    adaptive_verification: bool = True
     batch_invariant: bool = False
     cuda_graphs: bool | str = "auto"
     max_queued_requests: int = 100_000
@@ -71,6 +79,8 @@ class EngineConfig:
         require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
         valid = isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto"
         require("cuda_graphs", valid, 'expected True, False or "auto"')
-        require("batch_invariant", isinstance(self.batch_invariant, bool), "expected True or False")
         require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
+        require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
+        for name in ("adaptive_verification", "batch_invariant"):
+            require(name, isinstance(getattr(self, name), bool), "expected True or False")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

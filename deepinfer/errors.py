@@ -14,7 +14,8 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
-│   └── GrammarError
+│   ├── GrammarError
+│   └── NothingToDraw
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -25,7 +26,13 @@ This module imports nothing.
 
 
 class DeepInferError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        prompt_index: which of the prompts handed in together cannot be served; None if it is about nothing of that kind.
+    """
+
+    prompt_index: int | None = None
 
 
 class ConfigError(DeepInferError):
@@ -95,6 +102,10 @@ class StepError(DeepInferError):
 
 class GrammarError(StepError):
     """A completion with structured output that cannot go on: a token that its grammar forbids, or limits of llguidance."""
+
+
+class NothingToDraw(StepError):
+    """A request's logits are not finite, or what it forbids leaves no token; the message names it. Other requests go on."""
 
 
 class EngineClosed(DeepInferError):

@@ -6,7 +6,7 @@ Every row is treated alone, so batch mates do not matter. Order as in vLLM: temp
 import torch
 
 from deepinfer.dims import Float, Int, Tensor
-from deepinfer.ops.noise import gumbel
+from deepinfer.ops.noise import TARGET, gumbel
 from deepinfer.ops.select import NEG_INF, topk_stable
 
 MIN_TEMPERATURE = 1e-5
@@ -31,6 +31,23 @@ def filter_logits(
     return torch.empty_like(values).scatter(1, ids, values)
 
 
+def warp(
+    logits: Float[Tensor, "B V"],
+    temperature: Float[Tensor, " B"],
+    top_k: Int[Tensor, " B"],
+    top_p: Float[Tensor, " B"],
+    min_p: Float[Tensor, " B"],
+    *,
+    any_filter: bool = True,
+) -> Float[Tensor, "B V"]:
+    """Logits divided by the temperature and filtered: their softmax is what a row with a temperature above 0 draws from."""
+    scaled = logits / temperature.clamp(min=MIN_TEMPERATURE)[:, None]
+    if not any_filter:
+        return scaled
+    is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    return torch.where(is_filtered[:, None], filter_logits(scaled, top_k, top_p, min_p), scaled)
+
+
 def sample(
     logits: Float[Tensor, "B V"],
     temperature: Float[Tensor, " B"],
@@ -42,6 +59,7 @@ def sample(
     *,
     any_random: bool = True,
     any_filter: bool = True,
+    role: int = TARGET,
 ) -> Int[Tensor, " B"]:
     """One token for each row; rows with temperature 0 take the first largest logit.
 
@@ -50,12 +68,24 @@ def sample(
     best = logits.argmax(dim=-1)
     if not any_random:
         return best
-    scaled = logits / temperature.clamp(min=MIN_TEMPERATURE)[:, None]
-    if any_filter:
-        is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-        scaled = torch.where(is_filtered[:, None], filter_logits(scaled, top_k, top_p, min_p), scaled)
-    drawn = (scaled + gumbel(seeds, positions, logits.shape[1])).argmax(dim=-1)
+    warped = warp(logits, temperature, top_k, top_p, min_p, any_filter=any_filter)
+    drawn = (warped + gumbel(seeds, positions, logits.shape[1], role)).argmax(dim=-1)
     return torch.where(temperature > 0, drawn, best)
+
+
+def log_distribution(
+    logits: Float[Tensor, "B V"],
+    temperature: Float[Tensor, " B"],
+    top_k: Int[Tensor, " B"],
+    top_p: Float[Tensor, " B"],
+    min_p: Float[Tensor, " B"],
+    *,
+    any_filter: bool = True,
+) -> Float[Tensor, "B V"]:
+    """Log probabilities that `sample` draws each row with; a row with temperature 0 has one token."""
+    warped = torch.log_softmax(warp(logits, temperature, top_k, top_p, min_p, any_filter=any_filter), dim=-1)
+    certain = torch.full_like(warped, NEG_INF).scatter(1, logits.argmax(dim=-1, keepdim=True), 0.0)
+    return torch.where(temperature[:, None] > 0, warped, certain)
 
 
 def token_logprobs(

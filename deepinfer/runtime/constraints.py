@@ -200,15 +200,15 @@ class SamplerInputs:
     """History-dependent inputs of one step's sampler, on the host or (after `to`) on the device.
 
     Attributes:
-        allowed: tokens that each of the R rows with logits may draw, in the plan's order: the rows of every sequence that
-            samples, its certain row first, then one behind each of its drafts. None if every row may draw every token. Packed:
-            bit i of byte j is token 8 j + i.
+        allowed: tokens that each row may draw: for each sampling group its certain row first, then one behind each of its drafts,
+            whether or not the device gives them a row (Q is at most 1 + k). None if every row may draw every token.
+            Packed: bit i of byte j is token 8 j + i.
         constraints: changes to the logits, in the order in which they are made.
         forced: for each group the tokens that are drawn next whatever the logits say, `NO_TOKEN` behind them; the last column
             stands for everything beyond.
     """
 
-    allowed: Int[Tensor, "R W"] | None = None
+    allowed: Int[Tensor, "S Q W"] | None = None
     constraints: tuple[Constraint, ...] = ()
     forced: Int[Tensor, "S F"] | None = None
 
@@ -221,9 +221,11 @@ class SamplerInputs:
         """A copy on the device."""
         return replace(move_record(self, device), constraints=tuple(c.to(device) for c in self.constraints))
 
-    def mask(self, logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-        """The logits without those of tokens that their row may not draw."""
-        return logits if self.allowed is None else logits.masked_fill(~unpack(self.allowed, logits.shape[1]), NEG_INF)
+    def mask(self, logits: Float[Tensor, "R V"], groups: Int[Tensor, " R"], places: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+        """The logits without those of tokens that their row, at a place of its group, may not draw."""
+        if self.allowed is None:
+            return logits
+        return logits.masked_fill(~unpack(self.allowed[groups, places], logits.shape[1]), NEG_INF)
 
     def constrain(self, logits: Float[Tensor, "n V"], texts: Continuations) -> Float[Tensor, "n V"]:
         """The logits that tokens are drawn from. The given ones stay as they are, for log probabilities."""
@@ -231,9 +233,9 @@ class SamplerInputs:
             logits = constraint.apply(logits, texts)
         return logits
 
-    def force(self, drawn: Int[Tensor, " n"], texts: Continuations) -> Int[Tensor, " n"]:
+    def force(self, drawn: Int[Tensor, " n"], texts: Continuations | None) -> Int[Tensor, " n"]:
         """The drawn tokens, or the forced ones that stand in their places."""
-        if self.forced is None:
+        if self.forced is None or texts is None:
             return drawn
         places = texts.lengths.clamp(max=self.forced.shape[1] - 1)
         forced = self.forced[texts.groups].gather(1, places[:, None]).squeeze(1)
@@ -245,20 +247,20 @@ UNCONSTRAINED = SamplerInputs()
 
 def rows_behind_drafts(
     fed_next: Int[Tensor, " R"],
-    is_draft_next: Bool[Tensor, " R"],
-    groups: Int[Tensor, " R"],
-    index: Int[Tensor, " R"],
+    draft_follows: Bool[Tensor, " R"],
+    group: Int[Tensor, " R"],
+    place: Int[Tensor, " R"],
     shape: tuple[int, int],
 ) -> Continuations:
     """The texts of the rows with logits: row i of a group stands behind the first i drafts of the step.
 
-    Arguments as of `deepinfer.runtime.verify.leading_matches`.
+    `shape` is (S, 1 + k), the others as in `deepinfer.runtime.step_state.LogitRows`.
     """
     drafts = fed_next.new_full(shape, NO_TOKEN)
-    drafts[groups, index] = torch.where(is_draft_next, fed_next, NO_TOKEN)
+    drafts[group, place] = torch.where(draft_follows, fed_next, NO_TOKEN)
     drafts = drafts[:, :-1]
-    place = torch.arange(drafts.shape[1], device=drafts.device)
-    return Continuations(groups, torch.where(place < index[:, None], drafts[groups], NO_TOKEN))
+    is_before = torch.arange(drafts.shape[1], device=drafts.device) < place[:, None]
+    return Continuations(group, torch.where(is_before, drafts[group], NO_TOKEN))
 
 
 def groups_behind_run(drawn: Int[Tensor, "S Q1"], accepted: Int[Tensor, " S"]) -> Continuations:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, StepError
+from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, NothingToDraw, StepError
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
+from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
 from deepinfer.runtime.request import Request
@@ -35,6 +36,9 @@ class EngineStats:
         num_waiting, num_running: sequences.
         free_blocks, usable_blocks: cache blocks now.
         steps: steps applied.
+        drafted_tokens: drafts proposed.
+        verified_by_position, accepted_by_position: drafts that got a row, and those that stood, by their place in a proposal.
+        tokens_per_step: tokens that a sequence gained, on average, from a step that could verify drafts of it.
     """
 
     num_waiting: int
@@ -47,7 +51,11 @@ class EngineStats:
     preemptions: int
     stale_results: int
     drafted_tokens: int
+    verified_tokens: int
     accepted_tokens: int
+    verified_by_position: tuple[int, ...]
+    accepted_by_position: tuple[int, ...]
+    tokens_per_step: float
 
 
 class EngineCore:
@@ -59,8 +67,9 @@ class EngineCore:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device) -> None:
         self.config = config
         self.limits = _limits(model, config, device)
-        self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device))
-        self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic)
+        self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device), config.spec_verification)
+        is_speculative = self.limits.num_speculative_tokens > 0
+        self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic, is_speculative)
         self.steps = self.generated_tokens = 0
         self._next_seq_id = 0
         self._wake = asyncio.Event()
@@ -70,13 +79,25 @@ class EngineCore:
         self._reset()
 
     def _reset(self) -> None:
-        self.scheduler = Scheduler(self.limits)
+        drafts = self.limits.num_speculative_tokens
+        self.scheduler = Scheduler(self.limits, DraftBudget(drafts) if drafts and self.config.adaptive_verification else None)
         self.loop = StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
 
     def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
+        for event in events:
+            if event.result.failure is not None:
+                self._end_failed(event.sequence.request, event.result.failure)
         self.outputs.process(events)
+
+    def _end_failed(self, request: Request, failure: str) -> None:
+        """End all completions of a request of which one cannot go on; the others' steps in flight become stale."""
+        live = self.outputs.live.pop(request.request_id, None)
+        if live is not None:
+            for sequence in live.sequences:
+                self.scheduler.abort(sequence)
+            live.on_error(NothingToDraw(f"request {request.request_id}: {failure}"))
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
@@ -185,7 +206,11 @@ class EngineCore:
             preemptions=counters.preemptions,
             stale_results=counters.stale_results,
             drafted_tokens=counters.drafted,
-            accepted_tokens=counters.accepted,
+            verified_tokens=sum(counters.verified),
+            accepted_tokens=sum(counters.accepted),
+            verified_by_position=tuple(counters.verified),
+            accepted_by_position=tuple(counters.accepted),
+            tokens_per_step=1 + sum(counters.accepted) / max(counters.verify_steps, 1),
         )
 
 
@@ -237,13 +262,15 @@ def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> 
     return tuple(1 << i for i in range((config.max_num_seqs - 1).bit_length() + 1))
 
 
-def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device, buckets: tuple[int, ...]) -> Worker:
+def _open_worker(
+    model: Transformer, limits: SchedulerLimits, device: Device, buckets: tuple[int, ...], verification: str
+) -> Worker:
     drafts = limits.num_speculative_tokens
     sizes = CacheSizes(
         num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=drafts
     )
     try:
-        return Worker(model, sizes, device, buckets, drafts)
+        return Worker(model, sizes, device, buckets, drafts, verification)
     # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
     except RuntimeError as error:
         raise CapacityError(

@@ -1,6 +1,6 @@
 """The grammars' part of `SamplerInputs`: which tokens the rows of a step may draw, from committed tokens and the drafts fed.
 
-Rows are found by sequence and place in it, never by counting what other sequences have drafted. Masks travel packed, one bit a
+Masks are addressed by sequence and place in it, never by counting what other sequences have drafted. Masks travel packed, one bit a
 token, and are spread out on the device.
 """
 
@@ -25,8 +25,10 @@ def looks_at_drafts(plan: SchedulerOutputs) -> bool:
 
 def build_masks(
     plan: SchedulerOutputs, sequences: list[Sequence], drafts: list[list[int]], vocab_size: int
-) -> Int[Tensor, "R W"] | None:
+) -> Int[Tensor, "S Q W"] | None:
     """Masks of a planned step whose predecessors have all been applied; None if it has no grammar.
+
+    For each sequence that samples one in front of its drafts and one behind each, whether or not the device gives them rows.
 
     Args:
         sequences: those of the plan's row groups. Rows of one that has ended or was preempted since are dropped: any mask will do.
@@ -35,13 +37,12 @@ def build_masks(
     if not has_grammar(plan):
         return None
     sampling = [(seq, sequence) for seq, sequence in zip(plan.sequences, sequences, strict=True) if seq.is_sampling]
-    masks = np.full((sum(1 + seq.n_drafts for seq, _ in sampling), mask_bytes(vocab_size)), 0xFF, dtype=np.uint8)
-    first = 0
-    for seq, sequence in sampling:
+    most = max(1 + seq.n_drafts for seq, _ in sampling)
+    masks = np.full((len(sampling), most, mask_bytes(vocab_size)), 0xFF, dtype=np.uint8)
+    for own, (seq, sequence) in zip(masks, sampling, strict=True):
         if sequence.grammar is not None and sequence.epoch == seq.epoch:
             fed = drafts[seq.remap][: seq.n_drafts] if seq.n_drafts else []
-            sequence.grammar.write_masks(masks[first : first + 1 + seq.n_drafts], fed)
-        first += 1 + seq.n_drafts
+            sequence.grammar.write_masks(own[: 1 + seq.n_drafts], fed)
     return torch.from_numpy(masks)
 
 

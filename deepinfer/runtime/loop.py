@@ -6,6 +6,7 @@ for N's tokens, applies them, and submits the sampler of N + 1, whose masks are 
 (text, statistics, users) come last, beside the forward of N + 1.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,14 +28,24 @@ def _no_span(name: str) -> AbstractContextManager[None]:
 
 
 class StepLoop:
-    """One pipeline of steps. `previous` is the step whose result has not been applied yet, if there is one; `newest` is the step
-    submitted last, whose device outputs the next one may read.
+    """One pipeline of steps.
 
-    `on_events` is called once for each applied step. `span` brackets the host's phases (see `deepinfer.runtime.trace`).
+    `previous` is the step whose result has not been applied yet, if there is one; `newest` is the step submitted last, whose device
+    outputs the next one may read. `on_events` is called once for each applied step. `span` brackets the host's phases (see
+    `deepinfer.runtime.trace`), `clock` gives seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, depth: int, on_events: OnEvents, span: SpanFn = _no_span) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        depth: int,
+        on_events: OnEvents,
+        span: SpanFn = _no_span,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.scheduler, self.worker, self.depth, self.on_events, self.span = scheduler, worker, depth, on_events, span
+        self.clock, self._committed_at = clock, clock()
         self.previous: WorkerStepState | None = None
         self.newest: WorkerStepState | None = None
 
@@ -108,8 +119,10 @@ class StepLoop:
         assert state.box.copied is not None
         with self.span("wait"):
             await wait_for(self.worker.device, state.box.copied)
+        # In steady decode the time since the step before was committed is what a step takes.
+        elapsed, self._committed_at = self.clock() - self._committed_at, self.clock()
         with self.span("apply"):
-            return self.scheduler.apply(self.worker.result(state))
+            return self.scheduler.apply(self.worker.result(state), elapsed)
 
     def _tell(self, events: list[SequenceEvent]) -> None:
         with self.span("callbacks"):

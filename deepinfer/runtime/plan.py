@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepinfer.runtime.request import Request
 
 NOT_IN_LAST_STEP = -1
@@ -25,11 +28,12 @@ class SequencePlan(NamedTuple):
         blocks: its cache blocks, covering every position the rows may reach.
         start: position of the first row; with `remap` an upper bound, good for reserving memory only.
         token_ids: tokens to feed; empty if they are on the device: the token drawn last, and drafts.
-        q_cap: rows.
-        n_drafts: rows at their end that feed drafts of the step before.
+        q_cap: most rows.
+        n_drafts: most rows at their end that feed drafts of the step before.
         remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host
             knows all tokens.
         is_sampling: draw a token after the last row.
+        scored: positions whose rows give a log probability to the prompt token behind them.
     """
 
     request: Request
@@ -45,19 +49,27 @@ class SequencePlan(NamedTuple):
     is_sampling: bool
     seed: int
     num_output_tokens: int
+    scored: range = range(0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerOutputs:
-    """One step."""
+    """One step.
+
+    Attributes:
+        draft_rows: rows for drafts in all sequences together; if less than they have drafts, the device chooses whose.
+        proposes: whether the step drafts tokens for the next one.
+    """
 
     step_seq: int
     kind: StepKind
     sequences: tuple[SequencePlan, ...]
+    draft_rows: int = 0
+    proposes: bool = False
 
     @property
     def num_rows(self) -> int:
-        return sum(s.q_cap for s in self.sequences)
+        return sum(s.q_cap - s.n_drafts for s in self.sequences) + self.draft_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,15 +81,55 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+class Observed(NamedTuple):
+    """What a step showed of its rows beside the tokens drawn.
+
+    Attributes:
+        prompt_scores: of the prompt tokens behind the scored rows.
+        hidden_states: float32 [rows kept, D].
+        routed_experts: int32 [rows kept, layers, experts of a token].
+    """
+
+    prompt_scores: tuple[TokenLogprobs, ...] = ()
+    hidden_states: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.int32] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with features."""
+        return next((len(rows) for rows in (self.hidden_states, self.routed_experts) if rows is not None), 0)
+
+    def behind(self, count: int) -> "Observed":
+        """The features of the rows behind the first `count`, without the prompt's scores."""
+        hidden, experts = self.hidden_states, self.routed_experts
+        return Observed((), None if hidden is None else hidden[count:], None if experts is None else experts[count:])
+
+
 class SequenceResult(NamedTuple):
-    """What one sequence got from a step: the tokens drawn, in order."""
+    """What one sequence got from a step.
+
+    Attributes:
+        token_ids: the tokens drawn, in order: accepted drafts and one more.
+        n_drafts: drafts that were verified.
+        survival: what had been estimated for the drafts on offer, verified or not.
+        failure: why nothing could be drawn; the sequence ends.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    n_drafts: int = 0
+    survival: tuple[float, ...] = ()
+    observed: Observed | None = None
+    failure: str | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that stood."""
+        return max(len(self.token_ids) - 1, 0)
 
     def first(self, count: int) -> "SequenceResult":
         """The same, cut to its first tokens."""
-        return SequenceResult(self.token_ids[:count], None if self.logprobs is None else self.logprobs[:count])
+        return self._replace(token_ids=self.token_ids[:count], logprobs=None if self.logprobs is None else self.logprobs[:count])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,33 +1,35 @@
 """From logits to tokens for the sampling rows of a step. Batch mates do not matter."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.ops.sample import sample, token_logprobs
+from deepinfer.ops.noise import TARGET
+from deepinfer.ops.sample import log_distribution, sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
-from deepinfer.runtime.staging import to_device
+from deepinfer.runtime.staging import host_copy, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingMetadata:
-    """Parameters of the R rows that get logits.
+    """Parameters of the S sequences that sample; `rows` gives those of each row with logits.
 
     Attributes:
         stops: tokens that may not be drawn at positions below `first_stop` (min_tokens); None if no row has any.
         num_top: most probable tokens to report; None: no log probabilities at all.
     """
 
-    temperature: Float[Tensor, " R"]
-    top_k: Int[Tensor, " R"]
-    top_p: Float[Tensor, " R"]
-    min_p: Float[Tensor, " R"]
-    seeds: Int[Tensor, " R"]
-    stops: Bool[Tensor, "R V"] | None
-    first_stop: Int[Tensor, " R"]
+    temperature: Float[Tensor, " S"]
+    top_k: Int[Tensor, " S"]
+    top_p: Float[Tensor, " S"]
+    min_p: Float[Tensor, " S"]
+    seeds: Int[Tensor, " S"]
+    stops: Bool[Tensor, "S V"] | None
+    first_stop: Int[Tensor, " S"]
     any_random: bool
     any_filter: bool
     num_top: int | None
@@ -38,7 +40,7 @@ class SamplingMetadata:
         return replace(self, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))  # type: ignore[arg-type]
 
     def rows(self, places: Int[Tensor, " n"]) -> "SamplingMetadata":
-        """The parameters of some of the rows."""
+        """The parameters of some sequences, in any order and number."""
         tensors = {name: value[places] for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
         return replace(self, **tensors)  # type: ignore[arg-type]
 
@@ -48,12 +50,18 @@ class SamplerOutput:
     """What the sampler drew, on the device or (after `to_host`) on the host.
 
     Attributes:
-        token_ids: the target's own token for each row that got logits.
+        token_ids: the verified token for each row that got logits.
         emitted: tokens that each sampling group keeps: accepted drafts and one more.
+        n_drafts: drafts of each sampling group that were verified.
+        survival: what had been estimated for the drafts on offer.
+        peaks: the largest logit that each row could draw from; not finite where nothing can be drawn.
     """
 
     token_ids: Int[Tensor, " R"]
     emitted: Int[Tensor, " S"]
+    peaks: Float[Tensor, " R"]
+    n_drafts: Int[Tensor, " S"]
+    survival: Float[Tensor, "S k"]
     logprobs: Float[Tensor, " R"] | None = None
     ranks: Int[Tensor, " R"] | None = None
     top_logprobs: Float[Tensor, "R n"] | None = None
@@ -65,16 +73,19 @@ class SamplerOutput:
         return replace(self, **{name: host_copy(value) for name, value in tensors.items()})
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host, made without waiting."""
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenScores:
+    """Log probability and rank of given tokens, and the most probable tokens in their places."""
+
+    logprobs: Float[Tensor, " R"]
+    ranks: Int[Tensor, " R"]
+    top_logprobs: Float[Tensor, "R n"]
+    top_ids: Int[Tensor, "R n"]
 
 
 def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
     """Sampling parameters of a plan, as host tensors."""
-    rows = [seq for seq in plan.sequences if seq.is_sampling for _ in range(1 + seq.n_drafts)]
+    rows = [seq for seq in plan.sequences if seq.is_sampling]
     params = [seq.request.params for seq in rows]
     stops = None
     if any(seq.num_output_tokens < p.min_tokens for seq, p in zip(rows, params, strict=True)):
@@ -112,11 +123,28 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def choose(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """The target's token at each row's absolute position."""
-    if meta.stops is not None:
-        is_blocked = meta.stops & (positions < meta.first_stop)[:, None]
-        logits = logits.masked_fill(is_blocked, NEG_INF)
+def constrain(
+    logits: Float[Tensor, "R V"],
+    meta: SamplingMetadata,
+    positions: Int[Tensor, " R"],
+    inputs: SamplerInputs,
+    texts: Continuations | None,
+) -> Float[Tensor, "R V"]:
+    """The logits that the tokens at the rows' positions are drawn from; the given ones stay, for log probabilities.
+
+    `texts` is what stands before each row; None if nothing depends on that.
+    """
+    if texts is not None:
+        logits = inputs.constrain(logits, texts)
+    if meta.stops is None:
+        return logits
+    return logits.masked_fill(meta.stops & (positions < meta.first_stop)[:, None], NEG_INF)
+
+
+def choose(
+    logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[Tensor, " R"], role: int = TARGET
+) -> Int[Tensor, " R"]:
+    """A token for each row's absolute position, drawn from constrained logits with the noise of `role`."""
     return sample(
         logits,
         meta.temperature,
@@ -127,20 +155,13 @@ def choose(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[
         positions,
         any_random=meta.any_random,
         any_filter=meta.any_filter,
+        role=role,
     )
 
 
-def draw(
-    logits: Float[Tensor, "n V"],
-    meta: SamplingMetadata,
-    positions: Int[Tensor, " n"],
-    inputs: SamplerInputs,
-    texts: Continuations | None,
-) -> Int[Tensor, " n"]:
-    """The target's token at each row's absolute position, given the text before it; None if nothing depends on that."""
-    if texts is None:
-        return choose(logits, meta, positions)
-    return inputs.force(choose(inputs.constrain(logits, texts), meta, positions), texts)
+def log_distribution_of(logits: Float[Tensor, "R V"], meta: SamplingMetadata) -> Float[Tensor, "R V"]:
+    """Log probabilities that `choose` draws with."""
+    return log_distribution(logits, meta.temperature, meta.top_k, meta.top_p, meta.min_p, any_filter=meta.any_filter)
 
 
 def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | None) -> SamplerOutput:
@@ -153,21 +174,36 @@ def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | No
 
 def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
     """Split the host copy into one result for each row group."""
-    tokens, emitted = host.token_ids.tolist(), iter(host.emitted.tolist())
-    results, row = [], 0
+    tokens, emitted, drafts = host.token_ids.tolist(), host.emitted.tolist(), host.n_drafts.tolist()
+    survival, peaks = host.survival.tolist(), host.peaks.tolist()
+    results, row, group = [], 0, 0
     for seq in plan.sequences:
         if not seq.is_sampling:
             results.append(SequenceResult())
             continue
-        kept = range(row, row + next(emitted))
+        kept = range(row, row + emitted[group])
         wanted = seq.request.params.logprobs
-        logprobs = None if wanted is None else tuple(_token_logprobs(host, r, wanted) for r in kept)
-        results.append(SequenceResult(tuple(tokens[r] for r in kept), logprobs))
-        row += 1 + seq.n_drafts
+        results.append(
+            SequenceResult(
+                token_ids=tuple(tokens[r] for r in kept),
+                logprobs=None if wanted is None else tuple(logprobs_of_row(host, r, wanted) for r in kept),
+                n_drafts=drafts[group],
+                survival=tuple(survival[group][: seq.n_drafts]),
+                failure=next((_failure(peaks[r]) for r in kept if not math.isfinite(peaks[r])), None),
+            )
+        )
+        row, group = row + 1 + drafts[group], group + 1
     return StepResult(step_seq=plan.step_seq, sequences=tuple(results))
 
 
-def _token_logprobs(host: SamplerOutput, row: int, count: int) -> TokenLogprobs:
+def _failure(peak: float) -> str:
+    if peak == NEG_INF:
+        return "no token can be drawn: what the request forbids, and logits of -inf, leave none"
+    return f"the model's logits are not finite (the largest is {peak})"
+
+
+def logprobs_of_row(host: SamplerOutput | TokenScores, row: int, count: int) -> TokenLogprobs:
+    """One row of a host copy, with `count` of its most probable tokens; -1: all."""
     assert host.logprobs is not None
     assert host.ranks is not None
     assert host.top_ids is not None

@@ -6,11 +6,13 @@ difference is whether the result of step N has been applied when step N + 1 is p
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from deepinfer.errors import CapacityError
+from deepinfer.errors import CapacityError, GrammarError
+from deepinfer.outputs import FinishReason
+from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.ids import IdPool
-from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
+from deepinfer.runtime.plan import NOT_IN_LAST_STEP, Observed, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.release import DeferredRelease
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
@@ -58,15 +60,28 @@ class SchedulerCounters:
     preemptions: int = 0
     stale_results: int = 0
     chunked_prefills: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
+    drafted: int = 0  # drafts proposed, whether or not they got a row
+    verified: list[int] = field(default_factory=list)  # by place in the proposal
+    accepted: list[int] = field(default_factory=list)
+
+    def count_run(self, offered: int, result: SequenceResult) -> None:
+        """Take in what one sequence got from a step that verified drafts of it."""
+        missing = offered - len(self.verified)
+        self.verified += [0] * missing
+        self.accepted += [0] * missing
+        self.verify_steps += 1
+        self.drafted += offered
+        for place in range(result.n_drafts):
+            self.verified[place] += 1
+            self.accepted[place] += place < result.num_accepted
 
 
 class Scheduler:
-    """Owns every `Sequence` and the pools of blocks and slots."""
+    """Owns every `Sequence` and the pools of blocks and slots. Without a `draft_budget` every draft is verified."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: SchedulerLimits, draft_budget: DraftBudget | None = None) -> None:
+        self.limits, self.draft_budget = limits, draft_budget
         self.blocks = IdPool(limits.num_blocks)
         self.slots = IdPool(limits.max_num_seqs + 1)
         self.release = DeferredRelease(self.blocks, self.slots)
@@ -76,6 +91,7 @@ class Scheduler:
         self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
         # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
         self._last_row_of: dict[int, tuple[int, int]] = {}
+        self._last_proposed = False  # whether the newest planned step drafts tokens
         self._next_step = 0
 
     # ---- adding and removing ------------------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ class Scheduler:
     def _continues_last_step(self, sequence: Sequence, position: int) -> bool:
         """Whether the next row feeds the token that the newest planned step draws, and drafts of that step may follow it."""
         row = self._last_row_of.get(sequence.seq_id)
-        if self.limits.num_speculative_tokens == 0 or row is None or row[1] != sequence.epoch:
+        if not self._last_proposed or row is None or row[1] != sequence.epoch:
             return False
         return self._drafts_wanted(sequence) >= 0 and len(sequence.token_ids) - position <= 1
 
@@ -202,17 +218,34 @@ class Scheduler:
             n_drafts=count - 1 if continues else 0,
             remap=self._last_row_of[sequence.seq_id][0] if is_on_device else NOT_IN_LAST_STEP,
             is_sampling=start + count >= known,
+            scored=self._scored(sequence, start, count),
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
         )
 
+    def _scored(self, sequence: Sequence, start: int, count: int) -> range:
+        """Positions among the next rows whose prompt tokens behind them shall get a log probability and have none yet."""
+        if sequence.request.params.prompt_logprobs is None or sequence.index > 0:
+            return range(0)
+        first = max(start, len(sequence.prompt_scores))
+        return range(first, max(first, min(start + count, sequence.num_prompt_tokens - 1)))
+
     def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
         if not planned:
             return None
-        is_decode = all(plan.q_cap - plan.n_drafts == 1 for _, plan in planned)
-        kind = StepKind.DECODE if is_decode else StepKind.PREFILL
-        step = SchedulerOutputs(step_seq=self._next_step, kind=kind, sequences=tuple(plan for _, plan in planned))
-        self._next_step += 1
+        is_decode = all(plan.q_cap - plan.n_drafts == 1 and plan.is_sampling for _, plan in planned)
+        draft_rows, proposes = sum(plan.n_drafts for _, plan in planned), self._can_propose(planned)
+        if self.draft_budget is not None and draft_rows + proposes > 0:
+            each = self.draft_budget.drafts_each([sequence.survival for sequence, _ in planned])
+            draft_rows, proposes = min(draft_rows, each * len(planned)), proposes and each > 0
+        step = SchedulerOutputs(
+            step_seq=self._next_step,
+            kind=StepKind.DECODE if is_decode else StepKind.PREFILL,
+            sequences=tuple(plan for _, plan in planned),
+            draft_rows=draft_rows,
+            proposes=proposes,
+        )
+        self._next_step, self._last_proposed = self._next_step + 1, proposes
         for sequence, plan in planned:
             sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.n_drafts, plan.is_sampling))
         self._last_row_of = {plan.seq_id: (row, plan.epoch) for row, (_, plan) in enumerate(planned) if plan.is_sampling}
@@ -226,26 +259,45 @@ class Scheduler:
         assert newest is step
         return sequences
 
+    def _can_propose(self, planned: list[tuple[Sequence, SequencePlan]]) -> bool:
+        return self.limits.num_speculative_tokens > 0 and any(plan.is_sampling for _, plan in planned)
+
     # ---- applying -----------------------------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult) -> list[SequenceEvent]:
-        """Commit the oldest step in flight: confirm, append, stop, give memory back. Stale results change nothing."""
+    def apply(self, result: StepResult, seconds: float = 0.0) -> list[SequenceEvent]:
+        """Commit the oldest step in flight: confirm, append, stop, give memory back. Stale results change nothing.
+
+        `seconds` is what the step took, for the draft budget.
+        """
         step, sequences = self._in_flight.popleft()
         assert step.step_seq == result.step_seq
         events = []
+        if self.draft_budget is not None:
+            accepted = sum(outcome.num_accepted for outcome in result.sequences)
+            promised = sum(sum(outcome.survival[: outcome.n_drafts]) for outcome in result.sequences)
+            self.draft_budget.observe(step, seconds, accepted, promised)
         for sequence, outcome in zip(sequences, result.sequences, strict=True):
             ticket = sequence.tickets.popleft()
             assert ticket.step_seq == step.step_seq
             if ticket.epoch != sequence.epoch:
                 self.counters.stale_results += 1
                 continue
+            if outcome.observed is not None:
+                _observe(sequence, outcome.observed)
             sequence.confirmed += ticket.q_cap - ticket.n_drafts
-            if ticket.is_sampling:
-                accepted = len(outcome.token_ids) - 1
-                sequence.confirmed += accepted
-                self.counters.drafted += ticket.n_drafts
-                self.counters.accepted += accepted
-                outcome = outcome.first(self._append(sequence, outcome.token_ids))
+            if outcome.failure is not None:
+                self._end(sequence, "error")
+                events.append(SequenceEvent(sequence, outcome.first(0)))
+            elif ticket.is_sampling:
+                sequence.confirmed += outcome.num_accepted
+                if ticket.n_drafts:
+                    self.counters.count_run(ticket.n_drafts, outcome)
+                    sequence.survival = outcome.survival
+                try:
+                    outcome = outcome.first(self._append(sequence, outcome.token_ids))
+                except GrammarError as error:
+                    self._end(sequence, "error")
+                    outcome = outcome.first(0)._replace(failure=str(error))
                 events.append(SequenceEvent(sequence, outcome))
         self.release.drain(step.step_seq)
         return events
@@ -254,12 +306,15 @@ class Scheduler:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            _set_finish_reason(sequence, token)
-            if sequence.finish_reason is not None:
-                self.running.remove(sequence)
-                self._retire(sequence, Status.FINISHED)
+            if (reason := _finish_reason(sequence, token)) is not None:
+                self._end(sequence, reason)
                 return count
         return len(token_ids)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.running.remove(sequence)
+        sequence.finish_reason = reason
+        self._retire(sequence, Status.FINISHED)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it will be computed again from its known tokens, before newer requests."""
@@ -290,12 +345,23 @@ class Scheduler:
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
 
 
-def _set_finish_reason(sequence: Sequence, token: int) -> None:
-    """Decide whether the newest token ends its sequence: a stop token before a stop string before its grammar before
-    the length."""
-    request, params, strings, grammar = sequence.request, sequence.request.params, sequence.stop_strings, sequence.grammar
-    if grammar is not None:
-        grammar.advance((token,))
+def _observe(sequence: Sequence, observed: Observed) -> None:
+    """Keep what a step showed of the rows from `confirmed` on, but for those that were seen before a preemption."""
+    sequence.prompt_scores += observed.prompt_scores
+    end = sequence.confirmed + observed.num_rows
+    if end > sequence.num_observed:
+        sequence.observed.append(observed.behind(sequence.num_observed - sequence.confirmed))
+        sequence.num_observed = end
+
+
+def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
+    """Whether the newest token ends its sequence: a stop token, a stop string, its grammar, the length, in this order.
+
+    Sets `stop_reason` and moves the grammar.
+    """
+    request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
+    if sequence.grammar is not None:
+        sequence.grammar.advance((token,))
     may_stop = sequence.num_output_tokens > params.first_free_stop
     is_stop = may_stop and token in request.stop_token_ids
     found = None
@@ -303,11 +369,11 @@ def _set_finish_reason(sequence: Sequence, token: int) -> None:
     if strings is not None and (not is_stop or params.include_stop_str_in_output):
         found = strings.push(token, may_stop=may_stop and not is_stop)
     if is_stop:
-        sequence.finish_reason = "stop"
         sequence.stop_reason = None if token == request.eos_token_id else token
-    elif found is not None:
-        sequence.finish_reason, sequence.stop_reason = "stop", found
-    elif grammar is not None and grammar.is_complete:
-        sequence.finish_reason = "stop"
-    elif sequence.num_output_tokens >= request.max_new_tokens:
-        sequence.finish_reason = "length"
+        return "stop"
+    if found is not None:
+        sequence.stop_reason = found
+        return "stop"
+    if sequence.grammar is not None and sequence.grammar.is_complete:
+        return "stop"
+    return "length" if sequence.num_output_tokens >= request.max_new_tokens else None

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.outputs import FinishReason
+from deepinfer.runtime.plan import Observed, TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.stop_strings import StopStrings
 from deepinfer.structured.grammar import GrammarState
@@ -50,7 +51,10 @@ class Sequence:
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
         grammar: stands behind the output tokens, which preemption keeps; None without structured output.
+        prompt_scores: log probabilities of the prompt's tokens from the second on, as far as they are known.
+        observed: hidden states and experts of the first `num_observed` tokens, in pieces.
         stop_strings: finds the request's stop strings, if it has any, in the output so far.
+        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
     """
 
     request: Request
@@ -67,6 +71,10 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     grammar: GrammarState | None = None
+    survival: tuple[float, ...] = ()
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    observed: list[Observed] = field(default_factory=list)
+    num_observed: int = 0
     stop_strings: StopStrings | None = None
 
     @classmethod

@@ -1,7 +1,7 @@
 """Decode steps over buffers that never move, so that a captured graph can be replayed with new contents.
 
-One graph for each (row groups, block-table width). True lengths, tokens and tables are values inside the buffers; shapes are those
-of the bucket. On a device without graphs the same function simply runs.
+One graph for each shape. True lengths, tokens and tables are values inside the buffers; shapes are those of the bucket. On a device
+without graphs the same function simply runs.
 """
 
 import torch
@@ -10,41 +10,62 @@ from deepinfer.dims import Tensor
 from deepinfer.model.cache import ModelCache
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import Device
+from deepinfer.runtime.row_layout import build_rows
 from deepinfer.runtime.staging import pack, unpack
-from deepinfer.runtime.step_state import POISON, DeviceOutputs, SequenceMetadata, build_rows
+from deepinfer.runtime.step_state import DeviceOutputs, LogitRows, SequenceMetadata
 
 
 class StaticDecode:
-    """The decode forward of one bucket. `relay` receives what the step before left; it is as long as the largest bucket."""
+    """The decode forward of one shape. `relay` receives what the step before left; it is as long as the largest bucket.
+
+    Every row of a decode step gets logits, and padding comes last: the rows with logits are the first of all rows.
+    """
 
     def __init__(
         self, model: Transformer, cache: ModelCache, shape_like: SequenceMetadata, relay: DeviceOutputs, device: Device
     ) -> None:
         self.model, self.cache, self.relay = model, cache, relay
-        place, groups = device.torch_device, shape_like.starts.shape[0]
-        # A bucket starts as padding only: its warm-up touches nothing but trash.
+        place = device.torch_device
+        # A shape starts as padding only: its warm-up touches nothing but trash.
         like = shape_like.as_padding().forward_inputs()
         self._inputs = pack(like, place).to(place)
         self._metadata = shape_like.with_forward_inputs(unpack(self._inputs, like))
-        self.next_start = torch.full((groups,), POISON, device=place)
-        self.final = torch.empty(groups, model.config.dim, dtype=model.numerics.precision.activation_dtype, device=place)
+        self._left: tuple[Tensor, LogitRows] | None = None
         self._replay = device.capture(self._forward)
 
     @torch.inference_mode()
     def _forward(self) -> None:
-        rows, starts = build_rows(self._metadata, self.relay)
-        self.next_start.copy_(starts + self._metadata.q_lens)
-        self.final.copy_(self.model.forward_rows(rows, self.cache).final)
+        layout = build_rows(self._metadata, self.relay)
+        rows = layout.rows
+        hidden = self.model.forward_rows(rows, self.cache)
+        if hidden.main_hidden is not None and self.relay.drafts.shape[1]:
+            self.model.observe_draft(hidden.main_hidden, rows, self.cache)
+        everything = LogitRows(
+            final=hidden.final,
+            positions=rows.positions,
+            fed_next=rows.token_ids.roll(-1),
+            group=rows.seq_ids,
+            place=rows.offsets,
+            groups=torch.arange(layout.n_drafts.shape[0], device=rows.positions.device),
+            slots=self._metadata.slots,
+            remap=self._metadata.remap,
+            n_drafts=layout.n_drafts,
+            survival=layout.survival,
+        )
+        # Outputs of a captured graph stay at their places: a replay fills them anew.
+        self._left = (layout.starts + self._metadata.q_lens, everything)
 
     @torch.inference_mode()
-    def run(self, staged: Tensor, before: DeviceOutputs | None, outputs: DeviceOutputs, sample_rows: Tensor) -> None:
-        """One step: `staged` are the packed forward inputs on the host. Fills `outputs`."""
-        self._inputs.copy_(staged, non_blocking=True)
+    def run(self, staged: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> LogitRows:
+        """One step with inputs that are still on the host. Fills `outputs`; returns copies, the next replay overwrites."""
+        place = self._inputs.device
+        self._inputs.copy_(pack(staged.forward_inputs(), place), non_blocking=True)
         if before is not None:
-            count = before.sampled.shape[0]
-            self.relay.sampled[:count].copy_(before.sampled)
-            self.relay.next_start[:count].copy_(before.next_start)
+            self.relay.copy_from(before)
         self._replay()
-        outputs.next_start.copy_(self.next_start)
-        outputs.final.copy_(self.final[sample_rows])
-        outputs.positions.copy_(self.next_start[sample_rows] - 1)
+        assert self._left is not None
+        next_start, everything = self._left
+        outputs.next_start.copy_(next_start[: outputs.next_start.shape[0]])
+        rows, groups = staged.num_logits, staged.sample_groups.shape[0]
+        kept = LogitRows(*(t[:rows] for t in everything[:5]), *(t[:groups] for t in everything[5:]))
+        return LogitRows(*(t.clone() for t in kept))

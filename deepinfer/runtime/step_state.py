@@ -1,62 +1,67 @@
 """WorkerStepState: everything the device work of one step reads or returns. Nothing is looked up by "current".
 
-Legend: T rows, B row groups (one sequence each), S groups that sample.
+Legend: T rows, R rows with logits, B row groups (one sequence each), S groups that sample, k drafts of a proposal.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 
-from deepinfer.dims import Float, Int, Tensor
-from deepinfer.model.rows import TRASH_SLOT, Rows
+from deepinfer.dims import Bool, Float, Int, Tensor
+from deepinfer.model.rows import TRASH_SLOT
+from deepinfer.runtime.constraints import UNCONSTRAINED, Continuations, SamplerInputs
 from deepinfer.runtime.device import Event
+from deepinfer.runtime.observations import StepObservations
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
 from deepinfer.runtime.staging import to_device
 
 POISON = -1  # a token or position that the host does not know
-SAMPLER_INPUTS = ("sample_rows", "sample_of", "sample_index", "draft_follows", "sample_groups", "first_logit")
-FORWARD_INPUTS = ("token_ids", "seq_ids", "offsets", "remaining", "starts", "q_lens", "n_drafts", "remap", "slots", "block_tables")
+FORWARD_INPUTS = ("token_ids", "token_starts", "starts", "q_lens", "max_drafts", "draft_budget", "remap", "slots", "block_tables")
+
+
+class PaddedShape(NamedTuple):
+    """The fixed shape of a step that a graph can replay: row groups, rows, and blocks of the longest sequence."""
+
+    groups: int
+    rows: int
+    table_width: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceMetadata:
-    """Where a step's rows stand; staged on the host, copied to the device with the step, never changed afterwards.
+    """What a step's row groups feed and where; staged on the host, copied to the device with the step, never changed afterwards.
 
     Attributes:
-        token_ids: tokens to feed; `POISON` where the token comes from the step before.
-        seq_ids, offsets, remaining: as in `Rows`.
+        token_ids: tokens that the host knows, of all groups behind each other; at least one.
+        token_starts: where each group's tokens begin there.
         starts: first position of each group; `POISON` where the step before decides it: the device alone knows true lengths.
-        q_lens: rows of each group.
+        q_lens: rows of each group that are certain.
+        max_drafts: most rows behind them that may feed drafts.
         remap: group of the same sequence in the step before; -1 if the host knows everything.
-        n_drafts: rows at the end of each group that feed drafts.
-        sample_rows: rows that get logits: the last certain row of each group that samples, and its drafts.
-        sample_of: which sampling group each of them belongs to, counted among those that sample.
-        sample_index: its place among the logits of its group.
-        draft_follows: 1 if the next row of the group feeds a draft.
         sample_groups: the groups that sample.
-        first_logit: which of the rows with logits is the first of each of them.
+        num_rows: T; rows that no group fills are padding, and then the last group is a trash sequence.
+        num_logits: R.
+        draft_budget: rows for drafts in all groups together.
+        splits_drafts: whether that is less than `max_drafts` asks for, so that the device chooses.
         block_size: tokens in a cache block.
     """
 
-    token_ids: Int[Tensor, " T"]
-    seq_ids: Int[Tensor, " T"]
-    offsets: Int[Tensor, " T"]
-    remaining: Int[Tensor, " T"]
+    token_ids: Int[Tensor, " n"]
+    token_starts: Int[Tensor, " B"]
     starts: Int[Tensor, " B"]
     q_lens: Int[Tensor, " B"]
-    n_drafts: Int[Tensor, " B"]
+    max_drafts: Int[Tensor, " B"]
+    draft_budget: Int[Tensor, " 1"]
     remap: Int[Tensor, " B"]
     slots: Int[Tensor, " B"]
     block_tables: Int[Tensor, "B blocks"]
-    sample_rows: Int[Tensor, " R"]
-    sample_of: Int[Tensor, " R"]
-    sample_index: Int[Tensor, " R"]
-    draft_follows: Int[Tensor, " R"]
     sample_groups: Int[Tensor, " S"]
-    first_logit: Int[Tensor, " S"]
+    num_rows: int
+    num_logits: int
+    splits_drafts: bool
     block_size: int
 
     def forward_inputs(self) -> list[Tensor]:
@@ -70,13 +75,12 @@ class SequenceMetadata:
     def as_padding(self) -> Self:
         """Rows of the same shape that touch nothing but trash."""
         zeros = {name: torch.zeros_like(getattr(self, name)) for name in FORWARD_INPUTS}
-        groups = torch.arange(self.starts.shape[0])
-        zeros |= {"seq_ids": groups[: self.seq_ids.shape[0]], "q_lens": torch.ones_like(self.q_lens)}
         zeros["remap"] = torch.full_like(self.remap, NOT_IN_LAST_STEP)
         return self.with_forward_inputs([zeros[name] for name in FORWARD_INPUTS])
 
-    def to(self, device: torch.device, names: Sequence[str] = (*FORWARD_INPUTS, *SAMPLER_INPUTS)) -> Self:
-        """A copy whose tensors `names` are on the device; the others stay where they are."""
+    def to(self, device: torch.device) -> Self:
+        """A copy whose tensors are on the device."""
+        names = (*FORWARD_INPUTS, "sample_groups")
         moved = to_device([getattr(self, name) for name in names], device)
         return replace(self, **dict(zip(names, moved, strict=True)))  # type: ignore[arg-type]
 
@@ -86,61 +90,44 @@ def table_width(plan: SchedulerOutputs, block_size: int) -> int:
     return max((-(-(seq.start + seq.q_cap) // block_size) for seq in plan.sequences), default=1)
 
 
-def stage_metadata(plan: SchedulerOutputs, block_size: int, num_groups: int, min_width: int = 1) -> SequenceMetadata:
-    """Turn a plan into host tensors, padded to `num_groups` row groups and block tables of at least `min_width`.
+def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape | None = None) -> SequenceMetadata:
+    """Turn a plan into host tensors, padded if a shape is given.
 
-    A padding group is one row of the trash sequence: it reads and writes the trash slot and block only.
+    Padding groups have no rows. Behind them stands one more, whose rows are all that is left over: a sequence of the trash slot
+    and block.
     """
+    sequences = plan.sequences
+    pad = 0 if padded is None else padded.groups + 1 - len(sequences)
+    width = max(table_width(plan, block_size), 1 if padded is None else padded.table_width)
     tokens: list[int] = []
-    seq_ids: list[int] = []
-    offsets: list[int] = []
-    remaining: list[int] = []
-    sample_rows: list[int] = []
-    sample_of: list[int] = []
-    sample_index: list[int] = []
-    for group, seq in enumerate(plan.sequences):
-        tokens += seq.token_ids or [POISON] * seq.q_cap
-        seq_ids += [group] * seq.q_cap
-        offsets += range(seq.q_cap)
-        remaining += range(seq.q_cap - 1, -1, -1)
-        if seq.is_sampling:
-            sample_of += [sample_of[-1] + 1 if sample_of else 0] * (1 + seq.n_drafts)
-            sample_rows += range(len(tokens) - 1 - seq.n_drafts, len(tokens))
-            sample_index += range(1 + seq.n_drafts)
-    pad = num_groups - len(plan.sequences)
-    tokens += [0] * pad
-    seq_ids += range(len(plan.sequences), num_groups)
-    offsets += [0] * pad
-    remaining += [0] * pad
-    width = max(table_width(plan, block_size), min_width)
-    table = torch.full((num_groups, width), TRASH_SLOT)
-    for group, seq in enumerate(plan.sequences):
+    token_starts: list[int] = []
+    table = torch.full((len(sequences) + pad, width), TRASH_SLOT)
+    for group, seq in enumerate(sequences):
+        token_starts.append(len(tokens))
+        tokens += seq.token_ids
         blocks = seq.blocks[:width]
         table[group, : len(blocks)] = torch.tensor(blocks)
+    if padded is not None:
+        tokens += [0] * (padded.groups + 1 - len(tokens))
 
-    def per_group(values: list[int], filler: int) -> Int[Tensor, " B"]:
+    def per_group(values: list[int], filler: int = 0) -> Int[Tensor, " B"]:
         return torch.tensor(values + [filler] * pad, dtype=torch.int64)
 
-    def tensor(values: list[int]) -> Int[Tensor, " n"]:
-        return torch.tensor(values, dtype=torch.int64)
-
+    sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
     return SequenceMetadata(
-        token_ids=tensor(tokens),
-        seq_ids=tensor(seq_ids),
-        offsets=tensor(offsets),
-        remaining=tensor(remaining),
-        starts=per_group([seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in plan.sequences], 0),
-        q_lens=per_group([seq.q_cap for seq in plan.sequences], 1),
-        n_drafts=per_group([seq.n_drafts for seq in plan.sequences], 0),
-        remap=per_group([seq.remap for seq in plan.sequences], NOT_IN_LAST_STEP),
-        slots=per_group([seq.slot for seq in plan.sequences], TRASH_SLOT),
+        token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
+        token_starts=per_group(token_starts),
+        starts=per_group([seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in sequences]),
+        q_lens=per_group([seq.q_cap - seq.n_drafts for seq in sequences]),
+        max_drafts=per_group([seq.n_drafts for seq in sequences]),
+        draft_budget=torch.tensor([plan.draft_rows], dtype=torch.int64),
+        remap=per_group([seq.remap for seq in sequences], NOT_IN_LAST_STEP),
+        slots=per_group([seq.slot for seq in sequences], TRASH_SLOT),
         block_tables=table,
-        sample_rows=tensor(sample_rows),
-        sample_of=tensor(sample_of),
-        first_logit=tensor([row for row, index in enumerate(sample_index) if index == 0]),
-        sample_index=tensor(sample_index),
-        draft_follows=tensor([i < seq.n_drafts for seq in plan.sequences if seq.is_sampling for i in range(1 + seq.n_drafts)]),
-        sample_groups=tensor([group for group, seq in enumerate(plan.sequences) if seq.is_sampling]),
+        sample_groups=torch.tensor(sampling, dtype=torch.int64),
+        num_rows=plan.num_rows if padded is None else padded.rows,
+        num_logits=len(sampling) + plan.draft_rows,
+        splits_drafts=plan.draft_rows < sum(seq.n_drafts for seq in sequences),
         block_size=block_size,
     )
 
@@ -153,29 +140,84 @@ class DeviceOutputs:
         sampled: last token drawn for each group, `POISON` where none is.
         next_start: position of the next row of each group's sequence: the true length of its cache.
         drafts: tokens proposed to follow `sampled`.
-        final: hidden rows that get logits.
-        positions: their positions.
-        fed_next: the token fed in the row after each of them.
+        survival: estimated probability that a draft and all before it are accepted.
+        draft_logprobs: log probabilities that the drafts were drawn with; no vocabulary unless the verification needs them.
     """
 
     sampled: Int[Tensor, " B"]
     next_start: Int[Tensor, " B"]
     drafts: Int[Tensor, "B k"]
+    survival: Float[Tensor, "B k"]
+    draft_logprobs: Float[Tensor, "B k V"]
+
+    @classmethod
+    def empty(cls, groups: int, k: int, vocab_size: int, device: torch.device) -> Self:
+        """Poisoned tensors for a step of `groups` row groups."""
+
+        def poison(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full(shape, POISON, device=device, dtype=dtype)
+
+        return cls(
+            sampled=poison(groups),
+            next_start=poison(groups),
+            drafts=poison(groups, k),
+            survival=poison(groups, k, dtype=torch.float32),
+            draft_logprobs=torch.empty((groups, k, vocab_size), device=device),
+        )
+
+    def copy_from(self, other: Self) -> None:
+        """Take over what another step left, in the first places of these tensors. Mutates them."""
+        for name in ("sampled", "next_start", "drafts", "survival"):
+            getattr(self, name)[: other.sampled.shape[0]].copy_(getattr(other, name))
+
+
+class LogitRows(NamedTuple):
+    """What the forward leaves for the sampler.
+
+    Attributes:
+        final: hidden rows that get logits, each sampling group's behind each other.
+        positions: their positions.
+        fed_next: the token fed in the row after each of them.
+        group: which sampling group each belongs to, counted among those that sample.
+        place: its place among the logits of its group.
+        groups, slots, remap: of the groups that sample: their numbers, their ring slots, and where they stood in the step before.
+        n_drafts: drafts that were fed for each sampling group.
+        survival: what was estimated for the drafts that the group was offered.
+    """
+
     final: Float[Tensor, "R D"]
     positions: Int[Tensor, " R"]
     fed_next: Int[Tensor, " R"]
+    group: Int[Tensor, " R"]
+    place: Int[Tensor, " R"]
+    groups: Int[Tensor, " S"]
+    slots: Int[Tensor, " S"]
+    remap: Int[Tensor, " S"]
+    n_drafts: Int[Tensor, " S"]
+    survival: Float[Tensor, "S k"]
+
+    @property
+    def draft_follows(self) -> Bool[Tensor, " R"]:
+        """Whether the next row feeds a draft of the same group."""
+        return self.place < self.n_drafts[self.group]
 
 
 @dataclass(slots=True, eq=False)
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `drawn` keeps the sampler's device tensors alive until their copy `host` has been read. `drafts` is the host copy of what the
-    step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
+    `sampling` and `inputs` are on the device, `texts` are those of the groups behind what was drawn. `drawn` keeps the sampler's
+    device tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host copy
+    of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
 
+    logit_rows: LogitRows | None = None
+    sampling: SamplingMetadata | None = None
+    inputs: SamplerInputs = UNCONSTRAINED
+    texts: Continuations | None = None
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None
+    seen: StepObservations | None = None
     copied: Event | None = None
     drafts: Int[Tensor, "B k"] | None = None
     drafts_copied: Event | None = None
@@ -189,33 +231,8 @@ class WorkerStepState:
     plan: SchedulerOutputs
     metadata: SequenceMetadata
     sampling: SamplingMetadata
+    before: DeviceOutputs | None  # of the step before
     outputs: DeviceOutputs
     forward_done: Event
-    box: StepBox = field(default_factory=StepBox)
-
-
-def build_rows(meta: SequenceMetadata, previous: DeviceOutputs | None) -> tuple[Rows, Int[Tensor, " B"]]:
-    """Remap and length correction, on the device: complete a step's inputs from the results of the step before.
-
-    A group with `remap >= 0` feeds the token that the step before drew for the same sequence, then that step's drafts, from the
-    position which it left behind. Returns the rows and each group's corrected start.
-    """
-    token_ids, starts = meta.token_ids, meta.starts
-    if previous is not None:
-        is_remapped = meta.remap >= 0
-        source = meta.remap.clamp(min=0)
-        starts = torch.where(is_remapped, previous.next_start[source], starts)
-        feed = torch.cat((previous.sampled[:, None], previous.drafts), dim=1)[source]
-        fed = feed[meta.seq_ids, meta.offsets.clamp(max=feed.shape[1] - 1)]
-        token_ids = torch.where(is_remapped[meta.seq_ids], fed, token_ids)
-    rows = Rows(
-        token_ids=token_ids,
-        positions=starts[meta.seq_ids] + meta.offsets,
-        seq_ids=meta.seq_ids,
-        offsets=meta.offsets,
-        remaining=meta.remaining,
-        slots=meta.slots,
-        block_tables=meta.block_tables,
-        block_size=meta.block_size,
-    )
-    return rows, starts
+    box: StepBox
+    observed: StepObservations | None = None

@@ -11,24 +11,37 @@ import torch
 from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
-from deepinfer.runtime.constraints import UNCONSTRAINED, Continuations, SamplerInputs, groups_behind_run, rows_behind_drafts
+from deepinfer.ops.noise import DRAFT, TARGET
+from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
+from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
-from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata, draw, host_copy, report, stage_sampling, to_result
-from deepinfer.runtime.staging import pack, to_device
+from deepinfer.runtime.row_layout import build_rows, logit_rows
+from deepinfer.runtime.sampler import (
+    SamplerOutput,
+    SamplingMetadata,
+    choose,
+    constrain,
+    log_distribution_of,
+    report,
+    stage_sampling,
+    to_result,
+)
+from deepinfer.runtime.staging import host_copy
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.step_state import (
     POISON,
-    SAMPLER_INPUTS,
     DeviceOutputs,
+    LogitRows,
+    PaddedShape,
     SequenceMetadata,
+    StepBox,
     WorkerStepState,
-    build_rows,
     stage_metadata,
     table_width,
 )
-from deepinfer.runtime.verify import leading_matches
+from deepinfer.runtime.verify import count_leading, reject
 
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
@@ -36,10 +49,16 @@ def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
     return [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
 
 
+def watched(observed: StepObservations | None) -> list[StepObservations]:
+    """What a launch touches of it."""
+    return [] if observed is None else [observed]
+
+
 class Worker:
     """Owns the model, its cache and the device; single writer of all of them.
 
-    `decode_buckets`: row counts that decode steps are padded to, ascending; empty pads nothing.
+    `decode_buckets`: row group counts that decode steps are padded to, ascending; empty pads nothing. `verification` is a name in
+    `VERIFICATIONS`.
     """
 
     def __init__(
@@ -49,159 +68,186 @@ class Worker:
         device: Device,
         decode_buckets: tuple[int, ...] = (),
         num_speculative_tokens: int = 0,
+        verification: str = "match",
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
-        self.num_drafts = num_speculative_tokens
+        self.num_drafts, self.rejects = num_speculative_tokens, verification == "rejection"
         self.cache = model.new_cache(sizes)
-        self._static: dict[tuple[int, int], StaticDecode] = {}
+        self._static: dict[tuple[object, ...], StaticDecode] = {}
         # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
         longest = max(decode_buckets, default=0) + sizes.num_slots
-        self._relay = DeviceOutputs(
-            sampled=torch.full((longest,), POISON, device=device.torch_device),
-            next_start=torch.full((longest,), POISON, device=device.torch_device),
-            drafts=torch.full((longest, num_speculative_tokens), POISON, device=device.torch_device),
-            final=torch.empty(0, device=device.torch_device),
-            positions=torch.empty(0, dtype=torch.int64, device=device.torch_device),
-            fed_next=torch.empty(0, dtype=torch.int64, device=device.torch_device),
-        )
+        self._relay = DeviceOutputs.empty(longest, num_speculative_tokens, 0, device.torch_device)
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
         device, model = self.device.torch_device, self.model
-        num_groups, width = self._padded_shape(plan)
-        metadata = stage_metadata(plan, self.sizes.block_size, num_groups, width)
-        outputs = self._empty_outputs(num_groups, metadata.sample_rows.shape[0])
-        before = None if previous is None else previous.outputs
-        is_static = self.num_drafts == 0 and plan.kind is StepKind.DECODE and num_groups in self.decode_buckets
+        observed = stage_observations(plan, model.config.vocab_size)
+        padded = self._padded_shape(plan) if observed is None else None
+        metadata = stage_metadata(plan, self.sizes.block_size, padded)
+        vocab_size = model.config.vocab_size if self.rejects else 0
+        outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
+        before, box = None if previous is None else previous.outputs, StepBox()
 
         @torch.inference_mode()
         def forward() -> None:
-            if is_static:
-                self._run_static(metadata, before, outputs)
+            if padded is not None:
+                box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
                 return
             on_device = metadata.to(device)
-            rows, starts = build_rows(on_device, before)
-            outputs.next_start.copy_(starts + on_device.q_lens - on_device.n_drafts)
-            hidden = model.forward_rows(rows, self.cache)
-            outputs.final.copy_(hidden.final[on_device.sample_rows])
-            outputs.positions.copy_(rows.positions[on_device.sample_rows])
-            outputs.fed_next.copy_(rows.token_ids.roll(-1)[on_device.sample_rows])
+            layout = build_rows(on_device, before)
+            outputs.next_start.copy_(layout.starts + on_device.q_lens)
+            with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
+                hidden = model.forward_rows(layout.rows, self.cache)
+            if observed is not None:
+                observed.take(hidden, experts, layout.ends - on_device.q_lens - layout.n_drafts)
+            box.logit_rows = logit_rows(on_device, layout, hidden.final)
             if self.num_drafts:
                 assert hidden.main_hidden is not None
-                model.observe_draft(hidden.main_hidden, rows, self.cache)
+                model.observe_draft(hidden.main_hidden, layout.rows, self.cache)
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
-        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, self.cache, *places])
+        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *watched(observed), *places])
         return WorkerStepState(
             plan=plan,
             metadata=metadata,
             sampling=stage_sampling(plan, model.config.vocab_size),
+            before=before,
             outputs=outputs,
             forward_done=self.device.record(COMPUTE),
+            box=box,
+            observed=observed,
         )
 
-    def _run_static(self, metadata: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> None:
-        """A decode step in its bucket's buffers; the bucket is made, and captured, when it is first needed."""
-        key = (metadata.starts.shape[0], metadata.block_tables.shape[1])
+    def _static_decode(self, metadata: SequenceMetadata) -> StaticDecode:
+        """The buffers of a decode step's shape; made, and captured, when it is first needed."""
+        key = (metadata.block_tables.shape, metadata.num_rows, metadata.splits_drafts)
         if key not in self._static:
             self._static[key] = StaticDecode(self.model, self.cache, metadata, self._relay, self.device)
-        (sample_rows,) = to_device([metadata.sample_rows], self.device.torch_device)
-        self._static[key].run(pack(metadata.forward_inputs(), self.device.torch_device), before, outputs, sample_rows)
+        return self._static[key]
 
     def submit_sampler(self, state: WorkerStepState, inputs: SamplerInputs = UNCONSTRAINED) -> None:
-        """Launch the sampler of a step and the copy of what it draws. Fills the step's box.
+        """Launch the sampler of a step, the copy of what it draws, and the drafts for the next step. Fills the step's box.
 
         `inputs` are built once the step before has been applied, so that they are exact.
         """
-        device, box = self.device.torch_device, state.box
-
-        @torch.inference_mode()
-        def sampler() -> None:
-            meta = state.metadata.to(device, (*SAMPLER_INPUTS, "slots"))
-            sampling, outputs = state.sampling.to(device), state.outputs
-            logits = self.model.logits(outputs.final)
-            groups, place = meta.sample_groups, (meta.sample_of, meta.sample_index)
-            shape = (groups.shape[0], 1 + self.num_drafts)
-            fed = (outputs.fed_next, meta.draft_follows > 0, *place, shape)
-            limits = inputs.to(device)
-            texts = rows_behind_drafts(*fed) if limits.depend_on_text else None
-            drawn = draw(limits.mask(logits), sampling, outputs.positions + 1, limits, texts)
-            accepted = leading_matches(drawn, *fed)
-            grid = torch.full(shape, POISON, device=device)
-            grid[place] = drawn
-            last = grid.gather(1, accepted[:, None]).squeeze(1)
-            outputs.sampled[groups] = last
-            outputs.next_start[groups] += accepted
-            box.drawn = report(logits, SamplerOutput(token_ids=drawn, emitted=accepted + 1), sampling.num_top)
-            if self.num_drafts and groups.shape[0]:
-                texts = groups_behind_run(grid, accepted) if limits.depend_on_text else None
-                outputs.drafts[groups] = self._propose(meta, sampling, outputs, last, limits, texts)
+        box = state.box
 
         @torch.inference_mode()
         def copy() -> None:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
+            box.seen = None if state.observed is None else state.observed.to_host()
 
-        self.device.launch(COMPUTE, sampler, reads=[state.sampling, inputs], writes=[state.outputs, box])
+        reads = [state.sampling, inputs, *([state.before] if state.before else [])]
+        drawn, host = ("drawn", state.plan.step_seq), ("host", state.plan.step_seq)
+        seen = watched(state.observed)
+        writes = [state.outputs, box, drawn, *seen]
+        self.device.launch(COMPUTE, lambda: self._sample(state, inputs), reads=reads, writes=writes)
         self.device.wait(COPY, self.device.record(COMPUTE))
-        self.device.launch(COPY, copy, reads=[], writes=[box])
+        self.device.launch(COPY, copy, reads=[drawn, *seen], writes=[host])
         box.copied = self.device.record(COPY)
-        if self.num_drafts and has_grammar(state.plan):
-            self._submit_drafts_copy(state)
+        if state.plan.proposes:
+            # Behind the copy's event: nobody waits for drafts on the host.
+            self.device.launch(COMPUTE, lambda: self._propose(state), reads=[box, self.cache], writes=[state.outputs])
+            if has_grammar(state.plan):
+                self._submit_drafts_copy(state)
 
     def _submit_drafts_copy(self, state: WorkerStepState) -> None:
         """Launch the copy of the step's drafts to the host, for the masks of the rows behind them in the next step."""
-        box = state.box
+        box, drafts = state.box, ("drafts", state.plan.step_seq)
 
         @torch.inference_mode()
         def copy() -> None:
             box.drafts = host_copy(state.outputs.drafts)
 
         self.device.wait(COPY, self.device.record(COMPUTE))
-        self.device.launch(COPY, copy, reads=[state.outputs], writes=[box])
+        self.device.launch(COPY, copy, reads=[state.outputs], writes=[drafts])
         box.drafts_copied = self.device.record(COPY)
 
-    def _propose(
-        self,
-        meta: SequenceMetadata,
-        sampling: SamplingMetadata,
-        outputs: DeviceOutputs,
-        last: Tensor,
-        inputs: SamplerInputs,
-        texts: Continuations | None,
-    ) -> Tensor:
-        """Draft the tokens after `last` with the noise and the constraints that the target will use at their positions."""
-        groups = meta.sample_groups
-        of_group = sampling.rows(meta.first_logit)
+    @torch.inference_mode()
+    def _sample(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
+        """Draw a token for each row with logits, and decide which drafts stand."""
+        outputs, box = state.outputs, state.box
+        sampling = box.sampling = state.sampling.to(self.device.torch_device)
+        inputs = box.inputs = inputs.to(self.device.torch_device)
+        found = box.logit_rows
+        assert found is not None
+        shape = (found.groups.shape[0], 1 + self.num_drafts)
+        of_rows, positions = sampling.rows(found.group), found.positions + 1
+        logits = self.model.logits(found.final)
+        texts = None
+        if inputs.depend_on_text:
+            texts = rows_behind_drafts(found.fed_next, found.draft_follows, found.group, found.place, shape)
+        constrained = constrain(inputs.mask(logits, found.group, found.place), of_rows, positions, inputs, texts)
+        drawn = inputs.force(choose(constrained, of_rows, positions), texts)
+        if self.rejects and state.plan.draft_rows:
+            is_accepted, drawn = self._reject(state, found, constrained, drawn, of_rows)
+            if texts is not None:
+                verified, drawn = drawn, inputs.force(drawn, texts)
+                is_accepted = torch.where(verified == drawn, is_accepted, drawn == found.fed_next)
+        else:
+            is_accepted = drawn == found.fed_next
+        groups = found.groups
+        accepted = count_leading(is_accepted & found.draft_follows, found.group, found.place, shape)
+        grid = drawn.new_full(shape, POISON)
+        grid[found.group, found.place] = drawn
+        outputs.sampled[groups] = grid.gather(1, accepted[:, None]).squeeze(1)
+        outputs.next_start[groups] += accepted
+        if texts is not None:
+            box.texts = groups_behind_run(grid, accepted)
+        counted = SamplerOutput(
+            token_ids=drawn,
+            emitted=accepted + 1,
+            n_drafts=found.n_drafts,
+            survival=found.survival,
+            peaks=constrained.amax(dim=1),
+        )
+        box.drawn = report(logits, counted, sampling.num_top)
+        if state.observed is not None:
+            state.observed.score(self.model.logits)
+
+    def _reject(
+        self, state: WorkerStepState, found: LogitRows, logits: Tensor, drawn: Tensor, of_rows: SamplingMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Accept or replace the draft behind each row; rows without one keep what was drawn."""
+        assert state.before is not None
+        source = found.remap[found.group].clamp(min=0)
+        draft = state.before.draft_logprobs[source, found.place.clamp(max=self.num_drafts - 1)]
+        target = log_distribution_of(logits, of_rows)
+        is_accepted, token_ids = reject(target, draft, found.fed_next, drawn, of_rows.seeds, found.positions + 1)
+        return is_accepted, torch.where(found.draft_follows, token_ids, drawn)
+
+    @torch.inference_mode()
+    def _propose(self, state: WorkerStepState) -> None:
+        """Draft the tokens after the last one of each group.
+
+        For `match` with the noise that the target will use at their positions, for `rejection` with noise of their own.
+        Constraints are those of the target, but for `SamplerInputs.allowed`.
+        """
+        outputs, found, sampling = state.outputs, state.box.logit_rows, state.box.sampling
+        inputs, texts = state.box.inputs, state.box.texts
+        assert found is not None
+        assert sampling is not None
+        groups, role = found.groups, DRAFT if self.rejects else TARGET
+        drawn_from: list[Tensor] = []
 
         def draft(logits: Tensor, positions: Tensor) -> Tensor:
             nonlocal texts
-            drawn = draw(logits, of_group, positions, inputs, texts)
+            constrained = constrain(logits, sampling, positions, inputs, texts)
+            drawn_from.append(constrained)
+            drawn = inputs.force(choose(constrained, sampling, positions, role), texts)
             texts = None if texts is None else texts.with_drawn(drawn)
             return drawn
 
-        newest = outputs.next_start[groups] - 1
-        proposal = self.model.propose_draft(last, newest, meta.slots[groups], self.cache, draft)
-        return proposal.token_ids[:, : self.num_drafts]
-
-    def _empty_outputs(self, num_groups: int, num_logits: int) -> DeviceOutputs:
-        """Where a step's launches will leave what the next one reads."""
-        device, model = self.device.torch_device, self.model
-
-        def poison(*shape: int) -> Tensor:
-            return torch.full(shape, POISON, device=device)
-
-        dtype = model.numerics.precision.activation_dtype
-        return DeviceOutputs(
-            sampled=poison(num_groups),
-            next_start=poison(num_groups),
-            drafts=poison(num_groups, self.num_drafts),
-            final=torch.empty((num_logits, model.config.dim), dtype=dtype, device=device),
-            positions=poison(num_logits),
-            fed_next=poison(num_logits),
-        )
+        last, newest = outputs.sampled[groups], outputs.next_start[groups] - 1
+        proposal, kept = self.model.propose_draft(last, newest, found.slots, self.cache, draft), self.num_drafts
+        outputs.drafts[groups] = proposal.token_ids[:, :kept]
+        outputs.survival[groups] = proposal.confidence[:, :kept].float().sigmoid().cumprod(dim=1)
+        if self.rejects:
+            for i in range(kept):
+                outputs.draft_logprobs[groups, i] = log_distribution_of(drawn_from[i], sampling)
 
     def result(self, state: WorkerStepState) -> StepResult:
         """The host's view of a step whose copy event has passed."""
@@ -211,7 +257,9 @@ class Worker:
         if box.result is None:
             assert box.host is not None
             box.result = to_result(state.plan, box.host)
-            box.drawn = box.host = None
+            if box.seen is not None:
+                box.result = with_observations(box.result, state.plan, box.seen)
+            box.drawn = box.host = box.seen = None
         return box.result
 
     def drafts(self, state: WorkerStepState) -> list[list[int]]:
@@ -220,13 +268,16 @@ class Worker:
         assert box.drafts_copied is not None
         assert box.drafts_copied.query(), "read before its event"
         assert box.drafts is not None
-        return box.drafts.tolist()
+        ids: list[list[int]] = box.drafts.tolist()
+        return ids
 
-    def _padded_shape(self, plan: SchedulerOutputs) -> tuple[int, int]:
-        """Row groups and block-table width that a plan is padded to: those of its bucket, or its own."""
+    def _padded_shape(self, plan: SchedulerOutputs) -> PaddedShape | None:
+        """The shape that a decode step is padded to, if there is a bucket for it."""
         count = len(plan.sequences)
         place = bisect.bisect_left(self.decode_buckets, count)
         if plan.kind is not StepKind.DECODE or place == len(self.decode_buckets):
-            return count, 1
+            return None
+        groups = self.decode_buckets[place]
+        drafts_each = -(-plan.draft_rows // count)
         width = table_width(plan, self.sizes.block_size)
-        return self.decode_buckets[place], 1 << (width - 1).bit_length()
+        return PaddedShape(groups, groups * (1 + drafts_each), 1 << (width - 1).bit_length())

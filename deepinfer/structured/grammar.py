@@ -126,5 +126,6 @@ class GrammarState:
         mask = np.empty_like(self.grammar.only_eos)
         place.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if place.matcher.is_error():
-            raise GrammarError(f"llguidance cannot follow the grammar: {place.matcher.get_error().splitlines()[0]}")
+            # Its limits are reached. Where nothing can be drawn a request ends with an error of its own.
+            mask[:] = 0
         return mask

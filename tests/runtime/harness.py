@@ -5,8 +5,9 @@ that went back to its pool.
 """
 
 import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +17,10 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import Device, InlineDevice
+from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.loop import StepLoop
+from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
@@ -59,6 +62,7 @@ class Outcome(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     text: str | None
+    prompt_scores: list[TokenLogprobs]
 
 
 def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Request:
@@ -93,6 +97,9 @@ class Harness:
         decode_buckets: tuple[int, ...] = (),
         num_speculative_tokens: int = 0,
         model: Transformer | None = None,
+        verification: str = "match",
+        draft_budget: DraftBudget | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
@@ -103,17 +110,17 @@ class Harness:
             num_speculative_tokens=num_speculative_tokens,
         )
         self.device = device
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, draft_budget)
         sizes = CacheSizes(
             num_slots=max_num_seqs + 1, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_backtrack=num_speculative_tokens
         )
-        self.worker = Worker(model or tiny_model(), sizes, device, decode_buckets, num_speculative_tokens)
+        self.worker = Worker(model or tiny_model(), sizes, device, decode_buckets, num_speculative_tokens, verification)
         for tensor in self.worker.cache.tensors():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         self.scheduler.release.on_return = self.poison
         self.logprobs: dict[int, list[float]] = defaultdict(list)
-        self.loop = StepLoop(self.scheduler, self.worker, depth, self._on_events)
+        self.loop = StepLoop(self.scheduler, self.worker, depth, self._on_events, clock=clock)
         self.sequences: list[Sequence] = []
 
     def _on_events(self, events: list[SequenceEvent]) -> None:
@@ -135,9 +142,9 @@ class Harness:
             for memory in (*cache.rings, *cache.pending.values()):
                 memory[slot] = float("nan")
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request, index: int = 0) -> Sequence:
         """Queue one completion of a request."""
-        sequence = Sequence.open(request, 0, len(self.sequences), tiny_tokenizer())
+        sequence = Sequence.open(request, index, len(self.sequences), tiny_tokenizer())
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         return sequence
@@ -162,7 +169,12 @@ class Harness:
         """What a sequence has given so far; `text` where the scheduler keeps it."""
         text = None if sequence.stop_strings is None else sequence.stop_strings.text
         return Outcome(
-            sequence.output_token_ids, self.logprobs[sequence.seq_id], sequence.finish_reason, sequence.stop_reason, text
+            sequence.output_token_ids,
+            self.logprobs[sequence.seq_id],
+            sequence.finish_reason,
+            sequence.stop_reason,
+            text,
+            sequence.prompt_scores,
         )
 
 

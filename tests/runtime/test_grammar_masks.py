@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jsonschema
-import numpy as np
 import pytest
 
 from deepinfer.dims import Tensor
@@ -15,6 +14,7 @@ from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.grammar_masks import build_masks, unpack
 from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.sequence import Sequence
+from deepinfer.runtime.step_state import WorkerStepState
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
 from deepinfer.structured.grammar import GrammarState, Mask
@@ -57,16 +57,16 @@ def lone_runs() -> dict[int, list[int]]:
     return {params.seed or 0: [*prompt, *reference_outcome(prompt, params).token_ids] for prompt, params in REQUESTS}
 
 
-def run(seed: int, depth: int, k: int, *, num_blocks: int = 30) -> tuple[list[str], Harness]:
+def run(seed: int, depth: int, k: int, *, most_steps: int = 600) -> tuple[list[str], Harness]:
     """What goes wrong when the requests share a tight pool, with forced preemptions on top."""
     harness = Harness(
-        FuzzDevice(seed, eagerness=0.4), depth=depth, num_blocks=num_blocks, budget=16, max_num_seqs=4, num_speculative_tokens=k
+        FuzzDevice(seed, eagerness=0.4), depth=depth, num_blocks=30, budget=16, max_num_seqs=4, num_speculative_tokens=k
     )
     found = []
     try:
         for index, (prompt, params) in enumerate(REQUESTS):
             harness.add(make_request(str(index), prompt, params))
-        for count in range(600):
+        for count in range(most_steps):
             if not harness.step():
                 break
             if count % 3 == 2 and harness.scheduler.running:
@@ -81,20 +81,32 @@ def run(seed: int, depth: int, k: int, *, num_blocks: int = 30) -> tuple[list[st
     return found, harness
 
 
-def test_the_lone_runs_have_the_forms() -> None:
-    texts = {}
-    for prompt, params in REQUESTS:
-        outcome = reference_outcome(prompt, params)
-        texts[params.seed] = tiny_tokenizer().decode(outcome.token_ids)
-        assert outcome.finish_reason == ("length" if params.form is None else "stop")
+def check_forms(outputs: list[list[int]]) -> None:
+    """Raise unless the output of every request has the form that was asked for."""
+    texts = [tiny_tokenizer().decode(ids) for ids in outputs]
     jsonschema.validate(json.loads(texts[0]), SCHEMA)
     assert re.fullmatch("([abc]d?){8,12}", texts[1])
     assert texts[3] in ("a rather long answer", "a rather short one", "no")
     assert re.fullmatch("[ab]{3}(cd|ef)?gh", texts[4])
     assert re.fullmatch(r"[(\[]*xyz[)\]]*", texts[5])
-    ids = reference_outcome(*REQUESTS[6]).token_ids
-    thought = next(i for i in range(len(ids)) if tuple(ids[i - 1 : i + 1]) == THINK_END)
-    assert re.fullmatch("[de]{4,9}", tiny_tokenizer().decode(ids[thought + 1 :]))
+    ids = outputs[6]
+    answer = next(i for i in range(2, len(ids)) if tuple(ids[i - 2 : i]) == THINK_END)
+    assert re.fullmatch("[de]{4,9}", tiny_tokenizer().decode(ids[answer:]))
+
+
+def test_the_lone_runs_have_the_forms() -> None:
+    outcomes = [reference_outcome(prompt, params) for prompt, params in REQUESTS]
+    check_forms([outcome.token_ids for outcome in outcomes])
+    ends = [(outcome.finish_reason, outcome.stop_reason) for outcome in outcomes]
+    assert ends == [("length", None) if params.form is None else ("stop", None) for _, params in REQUESTS]
+
+
+def test_rejection_sampling_keeps_to_the_form_too() -> None:
+    harness = Harness(FuzzDevice(2), depth=1, num_blocks=60, num_speculative_tokens=3, verification="rejection")
+    for index, (prompt, params) in enumerate(REQUESTS):
+        harness.add(make_request(str(index), prompt, params))
+    harness.run()
+    check_forms([sequence.output_token_ids for sequence in harness.sequences])
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -108,11 +120,12 @@ def test_every_loop_gives_the_lone_text(depth: int, k: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_accepted_runs_keep_to_the_form(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "_propose", tokens_ahead(lone_runs()))
-    found, harness = run(7, depth, K)
+    found, harness = run(7, depth, K, most_steps=50)
     assert found == []
-    assert harness.scheduler.counters.accepted > 40
-    assert harness.scheduler.counters.drafted - harness.scheduler.counters.accepted > 40
-    assert harness.scheduler.counters.preemptions > 3
+    counters = harness.scheduler.counters
+    assert sum(counters.accepted) > 40
+    assert counters.drafted - sum(counters.accepted) > 10
+    assert counters.preemptions > 3
 
 
 def test_a_preemption_in_the_middle_of_a_string_changes_nothing() -> None:
@@ -142,16 +155,16 @@ def test_rows_of_sequences_with_different_numbers_of_drafts_get_their_own_masks(
 
     def checked(plan: SchedulerOutputs, sequences: list[Sequence], drafts: list[list[int]], vocab_size: int) -> Tensor | None:
         masks = build_masks(plan, sequences, drafts, vocab_size)
-        rows = iter([] if masks is None else unpack(masks, vocab_size).numpy())
+        rows = iter([] if masks is None else unpack(masks.flatten(0, 1), vocab_size).view(*masks.shape[:2], -1).numpy())
         for seq, sequence in zip(plan.sequences, sequences, strict=True):
             if masks is None or not seq.is_sampling:
                 continue
-            own = [next(rows) for _ in range(1 + seq.n_drafts)]
+            own = next(rows)
             if sequence.grammar is None or sequence.epoch != seq.epoch:
-                assert np.all(own)
+                assert own.all()
             else:
                 fed = drafts[seq.remap][: seq.n_drafts] if seq.n_drafts else []
-                assert (np.stack(own) == sequence.grammar.masks(fed)).all()
+                assert (own[: 1 + seq.n_drafts] == sequence.grammar.masks(fed)).all()
         shapes.add(tuple(seq.n_drafts for seq in plan.sequences if seq.request.grammar is not None))
         return masks
 
@@ -178,6 +191,14 @@ def no_mask_behind_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def drafts_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts found by the place in this step instead of the one before."""
     monkeypatch.setattr(Worker, "drafts", lambda self, state: (rows := state.box.drafts.tolist())[1:] + rows[:1])
+
+
+def drafts_read_before_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def early(self: Worker, state: WorkerStepState) -> None:
+        state.box.drafts_copied = state.box.copied
+
+    monkeypatch.setattr(Worker, "_submit_drafts_copy", early)
+    monkeypatch.setattr(Worker, "drafts", lambda self, state: state.outputs.drafts.tolist())
 
 
 def masks_from_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +232,7 @@ def marker_not_found_within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         no_advance_on_commit,
         no_mask_behind_drafts,
         drafts_moved,
+        drafts_read_before_their_copy,
         masks_from_before_the_commit,
         marker_not_found_within_a_run,
     ],
@@ -219,4 +241,4 @@ def marker_not_found_within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_taking_a_mechanism_out_is_noticed(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "_propose", tokens_ahead(lone_runs()))  # the lone runs are made before the mutation
     mutation(monkeypatch)
-    assert any(run(seed, 1, K)[0] for seed in range(3)), "nothing failed without it"
+    assert any(run(seed, 1, K, most_steps=50)[0] for seed in range(3)), "nothing failed without it"

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from deepinfer.runtime import scheduler as scheduler_module
 from deepinfer.runtime import worker as worker_module
 from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.release import DeferredRelease
+from deepinfer.runtime.row_layout import Layout, build_rows
 from deepinfer.runtime.sequence import Sequence, Ticket
-from deepinfer.runtime.step_state import DeviceOutputs, SequenceMetadata, build_rows
+from deepinfer.runtime.step_state import DeviceOutputs, SequenceMetadata
 from deepinfer.sampling_params import SamplingParams
 from tests.runtime.harness import Harness, make_request, reference
 
@@ -64,17 +66,17 @@ def no_deferred_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_remap(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(meta: SequenceMetadata, previous: DeviceOutputs | None) -> object:
-        rows, starts = build_rows(meta, previous)
-        return replace(rows, token_ids=meta.token_ids.clamp(min=0)), starts
+    def without(meta: SequenceMetadata, previous: DeviceOutputs | None) -> Layout:
+        layout = build_rows(meta, previous)
+        return layout._replace(rows=replace(layout.rows, token_ids=build_rows(meta, None).rows.token_ids))
 
     monkeypatch.setattr(worker_module, "build_rows", without)
 
 
 def remap_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_place(meta: SequenceMetadata, previous: DeviceOutputs | None) -> object:
+    def by_place(meta: SequenceMetadata, previous: DeviceOutputs | None) -> Layout:
         if previous is not None:
-            place = meta.seq_ids.unique().clamp(max=previous.sampled.shape[0] - 1)
+            place = torch.arange(meta.remap.shape[0]).clamp(max=previous.sampled.shape[0] - 1)
             meta = replace(meta, remap=place.where(meta.remap >= 0, meta.remap))
         return build_rows(meta, previous)
 
@@ -82,10 +84,10 @@ def remap_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_length_correction(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(meta: SequenceMetadata, previous: DeviceOutputs | None) -> object:
-        rows, _ = build_rows(meta, previous)
-        starts = meta.starts.clamp(min=0)
-        return replace(rows, positions=starts[meta.seq_ids] + meta.offsets), starts
+    def without(meta: SequenceMetadata, previous: DeviceOutputs | None) -> Layout:
+        layout = build_rows(meta, previous)
+        starts, rows = meta.starts.clamp(min=0), layout.rows
+        return layout._replace(rows=replace(rows, positions=starts[rows.seq_ids] + rows.offsets), starts=starts)
 
     monkeypatch.setattr(worker_module, "build_rows", without)
 

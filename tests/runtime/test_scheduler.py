@@ -165,7 +165,7 @@ class Bench:
         assert min(blocks) > 0
         remaps = [seq.remap for seq in plan.sequences if seq.remap != NOT_IN_LAST_STEP]
         assert len(set(remaps)) == len(remaps)
-        assert (plan.kind is StepKind.DECODE) == all(seq.q_cap == 1 for seq in plan.sequences)
+        assert (plan.kind is StepKind.DECODE) == all(seq.q_cap == 1 and seq.is_sampling for seq in plan.sequences)
         for seq in plan.sequences:
             assert seq.q_cap >= 1
             assert len(seq.token_ids) == (0 if seq.remap != NOT_IN_LAST_STEP else seq.q_cap)

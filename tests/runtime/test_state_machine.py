@@ -1,9 +1,12 @@
 """Anything that can happen to requests, at random: every finished one equals its lone reference run, bit for bit."""
 
+import random
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.sampling_params import SamplingParams
@@ -14,6 +17,7 @@ SEEN = {
     "finished": 0,
     "accepted": 0,
     "rejected": 0,
+    "not_verified": 0,
     "preemptions": 0,
     "stale_results": 0,
     "chunked_prefills": 0,
@@ -33,10 +37,21 @@ PARAMS += [
     SamplingParams(max_tokens=14, seed=3, presence_penalty=1.5, frequency_penalty=0.6, repetition_penalty=1.4, **FEW),
     SamplingParams(max_tokens=14, seed=5, bad_words=["ab", "cc", "bca"], stop="ca", min_tokens=4, **FEW),
     SamplingParams(max_tokens=12, seed=6, stop=["a a", "bcb"], include_stop_str_in_output=True, logit_bias={69: 1.0}, **FEW),
-    SamplingParams(max_tokens=11, seed=7, forced_token_ids=(5, 1, 5, 90, 5, 67), logprobs=0),
+    SamplingParams(max_tokens=11, seed=7, forced_token_ids=(5, 1, 5, 90, 5, 67), logprobs=0, prompt_logprobs=1),
     SamplingParams(max_tokens=14, seed=9, structured_outputs={"regex": "(ab|[abc]d?){6,9}"}, logprobs=0),
 ]
 LONGEST = max(len(p) for p in PROMPTS) + 14
+
+
+class AnyBudget(DraftBudget):
+    """A budget that changes from step to step without any reason."""
+
+    def __init__(self, seed: int, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.random = random.Random(seed)
+
+    def drafts_each(self, survivals: list[tuple[float, ...]]) -> int:
+        return self.random.randint(0, self.num_drafts)
 
 
 class Runtime(RuleBasedStateMachine):
@@ -49,7 +64,8 @@ class Runtime(RuleBasedStateMachine):
         budget=st.sampled_from([3, 8, 17, 64]),
         max_num_seqs=st.integers(1, 5),
         buckets=st.sampled_from([(), (1, 2, 4, 8)]),
-        drafts=st.sampled_from([0, 0, 1, 2, 3]),
+        drafts=st.sampled_from([0, 3, 1, 2, 3]),
+        is_adaptive=st.sampled_from([True, False]),
         eagerness=st.sampled_from([0.2, 0.5, 0.9]),
     )
     def open(
@@ -61,6 +77,7 @@ class Runtime(RuleBasedStateMachine):
         max_num_seqs: int,
         buckets: tuple[int, ...],
         drafts: int,
+        is_adaptive: bool,
         eagerness: float,
     ) -> None:
         self.device = FuzzDevice(seed, eagerness)
@@ -74,6 +91,7 @@ class Runtime(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             decode_buckets=buckets,
             num_speculative_tokens=drafts,
+            draft_budget=AnyBudget(seed, drafts) if is_adaptive and drafts else None,
         )
         self.aborted: set[int] = set()
 
@@ -146,8 +164,9 @@ class Runtime(RuleBasedStateMachine):
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)
-        SEEN["accepted"] += counters.accepted
-        SEEN["rejected"] += counters.drafted - counters.accepted
+        SEEN["accepted"] += sum(counters.accepted)
+        SEEN["rejected"] += sum(counters.verified) - sum(counters.accepted)
+        SEEN["not_verified"] += counters.drafted - sum(counters.verified)
 
 
 TestRuntime = Runtime.TestCase

@@ -1,6 +1,7 @@
 """The verifier and what it leaves behind: every way a run of drafts can end."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch
 from deepinfer import ConfigError, EngineConfig, LLMEngine, Tokenizer
 from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
-from deepinfer.runtime.verify import leading_matches
+from deepinfer.runtime.step_state import WorkerStepState
+from deepinfer.runtime.verify import count_leading
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
 from tests.runtime.harness import GOLDEN, Harness, make_request, reference, tiny_model
@@ -16,25 +18,17 @@ from tests.runtime.harness import GOLDEN, Harness, make_request, reference, tiny
 BLOCK = 3  # drafts of the tiny model
 
 
-def test_drafts_count_up_to_the_first_that_differs() -> None:
+def test_drafts_count_up_to_the_first_that_is_not_accepted() -> None:
     for first, second in itertools.product(itertools.product([0, 1], repeat=3), [(), (0,), (1,)]):
-        runs = (first, second)
-        drawn, fed, follows, group, index = [], [], [], [], []
-        for g, run in enumerate(runs):
-            for i in range(len(run) + 1):
-                drawn.append(7)
-                fed.append(7 if i < len(run) and run[i] else 8)
-                follows.append(i < len(run))
-                group.append(g)
-                index.append(i)
-        tensors = [torch.tensor(values) for values in (drawn, fed, follows, group, index)]
-        expected = [len(list(itertools.takewhile(bool, run))) for run in runs]
-        assert leading_matches(*tensors, (2, 4)).tolist() == expected
-
-
-def test_a_token_behind_the_last_draft_never_counts() -> None:
-    one = torch.tensor([0])
-    assert leading_matches(torch.tensor([5]), torch.tensor([5]), torch.tensor([False]), one, one, (1, 4)).tolist() == [0]
+        accepted, group, index = [], [], []
+        for g, run in enumerate((first, second)):
+            # The row of the last draft has none behind it.
+            accepted += [bool(is_good) for is_good in run] + [False]
+            group += [g] * (len(run) + 1)
+            index += range(len(run) + 1)
+        expected = [len(list(itertools.takewhile(bool, run))) for run in (first, second)]
+        found = count_leading(torch.tensor(accepted), torch.tensor(group), torch.tensor(index), (2, 4))
+        assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -48,18 +42,18 @@ def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, dra
     seen: set[tuple[int, int]] = set()
     count = itertools.count()
 
-    def planned(self: Worker, meta, sampling, outputs, last, *constraints):  # type: ignore[no-untyped-def]
+    def planned(self: Worker, state: WorkerStepState) -> None:
+        found = state.box.logit_rows
+        assert found is not None
         rows = []
-        for position, slot in zip(
-            outputs.next_start[meta.sample_groups].tolist(), meta.slots[meta.sample_groups].tolist(), strict=True
-        ):
+        for position, slot in zip(state.outputs.next_start[found.groups].tolist(), found.slots.tolist(), strict=True):
             owner = next((s for s in harness.sequences if s.slot == slot), None)
             text = texts[owner.request.prompt_token_ids] if owner else ()
             good = next(count) % (drafts + 1)
             seen.add((good, position % 12))
             right = [text[i] if i < len(text) else 0 for i in range(position + 1, position + 1 + drafts)]
             rows.append([t if i < good else (t + 1) % 300 for i, t in enumerate(right)])
-        return torch.tensor(rows)
+        state.outputs.drafts[found.groups] = torch.tensor(rows)
 
     monkeypatch.setattr(Worker, "_propose", planned)
     for index, prompt in enumerate(prompts):
@@ -68,7 +62,7 @@ def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, dra
     for sequence, prompt in zip(harness.sequences, prompts, strict=True):
         assert (sequence.output_token_ids, harness.logprobs[sequence.seq_id]) == reference(prompt, params)
     assert {good for good, _ in seen} == set(range(drafts + 1))
-    assert harness.scheduler.counters.accepted > 0
+    assert sum(harness.scheduler.counters.accepted) > 0
 
 
 def test_drafts_with_the_noise_of_the_target_are_accepted_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +73,15 @@ def test_drafts_with_the_noise_of_the_target_are_accepted_more_often_than_others
         for i in range(4):
             harness.add(make_request(str(i), [5 + i, 40, 7], params))
         harness.run()
-        return harness.scheduler.counters.accepted
+        return sum(harness.scheduler.counters.accepted)
 
     shared = accepted()
     original = Worker._propose
 
-    def independent(self, meta, sampling, outputs, last, *constraints):  # type: ignore[no-untyped-def]
-        sampling.seeds.add_(1000)
-        return original(self, meta, sampling, outputs, last, *constraints)
+    def independent(self: Worker, state: WorkerStepState) -> None:
+        assert state.box.sampling is not None
+        state.box.sampling = replace(state.box.sampling, seeds=state.box.sampling.seeds + 1000)
+        original(self, state)
 
     monkeypatch.setattr(Worker, "_propose", independent)
     assert shared > accepted()
