@@ -31,7 +31,8 @@ from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
 from deepinfer.runtime.request import Request
-from deepinfer.sampling_params import SamplingParams, shown
+from deepinfer.sampling_checks import check_sampling, check_something_can_be_drawn, tokenize_bad_words
+from deepinfer.sampling_params import SamplingParams
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -166,11 +167,8 @@ class LLMEngine:
         text, token_ids = to_token_ids(prompt, index, self.tokenizer, config)
         if len(token_ids) >= longest:
             raise PromptTooLong(f"prompt {index} has {len(token_ids)} tokens; the longest sequence is {longest}, output included")
-        outside = [i for i in params.stop_token_ids if i >= config.vocab_size]
-        if outside:
-            raise Rejected(
-                f"stop_token_ids of prompt {index}: {shown(outside)} are outside the vocabulary [0, {config.vocab_size})"
-            )
+        check_sampling(params, f"prompt {index}", config.vocab_size, self.config.max_logprobs)
+        bad_words = tokenize_bad_words(params, self.tokenizer)
         room = longest - len(token_ids)
         with self._count_lock:
             self._request_count += 1
@@ -186,7 +184,9 @@ class LLMEngine:
             eos_token_id=config.eos_token_id,
             stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival_s=time.monotonic(),
+            bad_words=bad_words,
         )
+        check_something_can_be_drawn(request, f"prompt {index}")
         core.limits.check_fits(request, f"prompt {index}")
         return request
 

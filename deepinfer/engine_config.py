@@ -34,6 +34,7 @@ class EngineConfig:
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
+        max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
         seed: seeds of requests that bring none derive from it.
     """
 
@@ -51,6 +52,7 @@ class EngineConfig:
     batch_invariant: bool = False
     cuda_graphs: bool | str = "auto"
     max_queued_requests: int = 100_000
+    max_logprobs: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,4 +82,5 @@ class EngineConfig:
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
         for name in ("adaptive_verification", "batch_invariant"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")
+        require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

@@ -21,6 +21,7 @@ LAYER_OF = {
     "config_json": "config",
     "engine_config": "runtime",
     "sampling_params": "config",
+    "sampling_checks": "engine",
     "outputs": "config",
     "dims": "dims",
     "ops": "ops",
@@ -40,6 +41,7 @@ LAYER_OF = {
 }
 WITHOUT_TORCH = [
     "runtime/request",
+    "runtime/stop_strings",
     "runtime/sequence",
     "runtime/plan",
     "runtime/ids",

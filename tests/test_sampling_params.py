@@ -19,10 +19,17 @@ class Unprintable:
 
 HUGE = 10**5000  # more digits than Python prints, and beyond every float
 STRANGE = ("1", b"1", [1], {}, 1j, object(), Unprintable(), math.nan, math.inf, -math.inf, HUGE, -HUGE, -2)
-NUMBERS = ("temperature", "top_p", "min_p")
-COUNTS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
-MAY_BE_LARGE = {"max_tokens", "min_tokens"}
-FLAGS = ("ignore_eos", "skip_special_tokens")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+PENALTIES = ("presence_penalty", "frequency_penalty")
+COUNTS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+MAY_BE_LARGE = {"max_tokens", "min_tokens", "logprobs", "prompt_logprobs"}  # the engine has limits of its own
+FLAGS = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "return_hidden_states",
+    "return_routed_experts",
+)
 
 
 def type_of(value: object) -> str:
@@ -49,7 +56,7 @@ def test_a_number_that_is_none_is_refused(field: str, value: Any) -> None:
 @pytest.mark.parametrize("value", [*STRANGE, True, False, 1.0, 0.5], ids=type_of)
 def test_a_count_that_is_none_is_refused(field: str, value: Any) -> None:
     if value is HUGE and field in MAY_BE_LARGE:
-        assert SamplingParams(max_tokens=None if field == "min_tokens" else HUGE).n == 1
+        assert SamplingParams(**{"max_tokens": None, field: HUGE}).n == 1
     else:
         refused(field, value)
 
@@ -81,8 +88,7 @@ def test_a_flag_that_is_no_bool_is_refused(field: str, value: Any) -> None:
         ("min_tokens", None),
         ("min_tokens", -1),
         ("min_tokens", 17),
-        ("logprobs", -1),
-        ("logprobs", 21),
+        ("logprobs", -2),
         ("stop_token_ids", 1),
         ("stop_token_ids", "12"),
         ("stop_token_ids", {1, 2}),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from deepinfer.runtime.constraints import SamplerInputs, build_sampler_inputs
 from deepinfer.runtime.device import wait_for
 from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
@@ -55,7 +56,7 @@ class StepLoop:
         if plan is None:
             return False
         state = self._submit(plan)
-        self.worker.submit_sampler(state)
+        self.worker.submit_sampler(state, self._sampler_inputs(plan))
         self._tell(await self._commit(state))
         return True
 
@@ -68,7 +69,7 @@ class StepLoop:
         events = await self.pre_sampler_sync(previous)
         try:
             if state is not None:
-                self.worker.submit_sampler(state)
+                self.worker.submit_sampler(state, self._sampler_inputs(state.plan))
         finally:
             # The device has everything it needs; what is left runs beside it. A step that fails does not take back the last.
             if previous is not None:
@@ -90,6 +91,10 @@ class StepLoop:
         with self.span("submit"):
             self.newest = self.worker.submit_forward(plan, self.newest)
             return self.newest
+
+    def _sampler_inputs(self, plan: SchedulerOutputs) -> SamplerInputs:
+        """What the next sampler may draw, from confirmed tokens; nothing but `plan` may be in flight."""
+        return build_sampler_inputs(plan, self.scheduler.planned(plan), self.worker.num_drafts)
 
     async def _commit(self, state: WorkerStepState) -> list[SequenceEvent]:
         """Wait for a step's tokens and apply them."""

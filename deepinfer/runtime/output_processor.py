@@ -95,9 +95,13 @@ class OutputProcessor:
         kept = result.token_ids[: sequence.num_output_tokens - completion.num_tokens]
         completion.num_tokens += len(kept)
         completion.accepted_per_step.append(len(kept) - 1)
-        # The token that ended the text is no part of it, even where special tokens are shown.
-        for token in kept[:-1] if sequence.finish_reason == "stop" else kept:
-            completion.text += completion.detokenizer.push(token)
+        if sequence.stop_strings is not None:
+            completion.text = sequence.stop_strings.shown
+        else:
+            # The token that ended the text is no part of it, even where special tokens are shown.
+            hides_last = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
+            for token in kept[:-1] if hides_last else kept:
+                completion.text += completion.detokenizer.push(token)
         for token, around in zip(kept, result.logprobs or (), strict=False):
             completion.logprobs.append(self._around(token, around))
             completion.cumulative += around.logprob
@@ -128,7 +132,11 @@ class OutputProcessor:
 
     def _completion(self, c: _Completion) -> CompletionOutput:
         if c.sequence.status is Status.FINISHED and not c.is_flushed:
-            c.text += c.detokenizer.finish()
+            if (strings := c.sequence.stop_strings) is not None:
+                strings.finish()
+                c.text = strings.shown
+            else:
+                c.text += c.detokenizer.finish()
             c.is_flushed = True
         with_logprobs = c.sequence.request.params.logprobs is not None
         return CompletionOutput(

@@ -13,6 +13,7 @@ class Request:
         max_new_tokens: `params.max_tokens`, cut to what the model's length leaves.
         seed: the request's own seed, or the one drawn for it.
         stop_token_ids: ids that end the text: end-of-sequence (unless ignored) and the request's own.
+        bad_words: token sequences that the output shall not hold.
     """
 
     request_id: str
@@ -24,3 +25,4 @@ class Request:
     eos_token_id: int
     stop_token_ids: frozenset[int]
     arrival_s: float
+    bad_words: tuple[tuple[int, ...], ...] = ()

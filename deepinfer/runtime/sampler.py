@@ -8,6 +8,7 @@ from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.ops.noise import TARGET
 from deepinfer.ops.sample import log_distribution, sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
+from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
 from deepinfer.runtime.staging import to_device
 
@@ -84,7 +85,7 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         stops = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for row, seq in enumerate(rows):
             stops[row, sorted(seq.request.stop_token_ids)] = True
-    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    wanted = [num_top(p.logprobs, vocab_size) for p in params if p.logprobs is not None]
     return SamplingMetadata(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
         top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
@@ -99,6 +100,11 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
     )
 
 
+def num_top(wanted: int, vocab_size: int) -> int:
+    """Most probable tokens that `logprobs` stands for."""
+    return vocab_size if wanted < 0 else min(wanted, vocab_size)
+
+
 def _first_stop(seq: SequencePlan) -> int:
     """First position at which the sequence may stop by itself; its length ends it first if `min_tokens` is beyond that."""
     request = seq.request
@@ -110,11 +116,20 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def constrain(logits: Float[Tensor, "R V"], meta: SamplingMetadata, positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
-    """Logits with -inf for tokens that may not be drawn at the rows' positions."""
-    if meta.stops is None:
-        return logits
-    return logits.masked_fill(meta.stops & (positions < meta.first_stop)[:, None], NEG_INF)
+def constrain(
+    logits: Float[Tensor, "n V"],
+    meta: SamplingMetadata,
+    positions: Int[Tensor, " n"],
+    inputs: SamplerInputs,
+    texts: Continuations | None,
+) -> Float[Tensor, "n V"]:
+    """The logits that each row's absolute position draws from, given the text before it; None if nothing depends on that.
+
+    The given ones stay as they are, for log probabilities.
+    """
+    if meta.stops is not None:
+        logits = logits.masked_fill(meta.stops & (positions < meta.first_stop)[:, None], NEG_INF)
+    return logits if texts is None else inputs.constrain(logits, texts)
 
 
 def choose(
@@ -176,5 +191,6 @@ def _token_logprobs(host: SamplerOutput, row: int, count: int) -> TokenLogprobs:
     assert host.ranks is not None
     assert host.top_ids is not None
     assert host.top_logprobs is not None
+    count = num_top(count, host.top_ids.shape[1])
     top = zip(host.top_ids[row, :count].tolist(), host.top_logprobs[row, :count].tolist(), strict=True)
     return TokenLogprobs(logprob=float(host.logprobs[row]), rank=int(host.ranks[row]), top=tuple(top))

@@ -61,19 +61,29 @@ class SchedulerCounters:
     chunked_prefills: int = 0
     verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
     drafted: int = 0  # drafts proposed, whether or not they got a row
-    verified: list[int] = field(default_factory=list)  # by place in the proposal
-    accepted: list[int] = field(default_factory=list)
+    verified_at: list[int] = field(default_factory=list)  # by place in the proposal
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def verified(self) -> int:
+        """Drafts that got a row."""
+        return sum(self.verified_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that stood."""
+        return sum(self.accepted_at)
 
     def count_run(self, offered: int, result: SequenceResult) -> None:
         """Take in what one sequence got from a step that verified drafts of it."""
-        missing = offered - len(self.verified)
-        self.verified += [0] * missing
-        self.accepted += [0] * missing
+        missing = offered - len(self.verified_at)
+        self.verified_at += [0] * missing
+        self.accepted_at += [0] * missing
         self.verify_steps += 1
         self.drafted += offered
         for place in range(result.n_drafts):
-            self.verified[place] += 1
-            self.accepted[place] += place < result.num_accepted
+            self.verified_at[place] += 1
+            self.accepted_at[place] += place < result.num_accepted
 
 
 class Scheduler:
@@ -245,6 +255,12 @@ class Scheduler:
     def _can_propose(self, planned: list[tuple[Sequence, SequencePlan]]) -> bool:
         return self.limits.num_speculative_tokens > 0 and any(plan.is_sampling for _, plan in planned)
 
+    def planned(self, step: SchedulerOutputs) -> list[Sequence]:
+        """The sequences of the only step in flight, in the order of its row groups."""
+        ((newest, sequences),) = self._in_flight
+        assert newest is step
+        return sequences
+
     # ---- applying -----------------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, seconds: float = 0.0) -> list[SequenceEvent]:
@@ -278,15 +294,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> int:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
-        request = sequence.request
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            is_stop = token in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens
-            if is_stop:
-                sequence.finish_reason = "stop"
-                sequence.stop_reason = None if token == request.eos_token_id else token
-            elif sequence.num_output_tokens >= request.max_new_tokens:
-                sequence.finish_reason = "length"
+            _set_finish_reason(sequence, token)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
                 self._retire(sequence, Status.FINISHED)
@@ -320,3 +330,21 @@ class Scheduler:
         for sequence in self.running:
             covered = len(sequence.blocks) * self.limits.block_size
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
+
+
+def _set_finish_reason(sequence: Sequence, token: int) -> None:
+    """Decide whether the newest token ends its sequence: a stop token before a stop string before the length."""
+    request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
+    may_stop = sequence.num_output_tokens > params.first_free_stop
+    is_stop = may_stop and token in request.stop_token_ids
+    found = None
+    # The text of a stop token counts only where it is shown.
+    if strings is not None and (not is_stop or params.include_stop_str_in_output):
+        found = strings.push(token, may_stop=may_stop and not is_stop)
+    if is_stop:
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = None if token == request.eos_token_id else token
+    elif found is not None:
+        sequence.finish_reason, sequence.stop_reason = "stop", found
+    elif sequence.num_output_tokens >= request.max_new_tokens:
+        sequence.finish_reason = "length"

@@ -7,10 +7,13 @@ what is on its way is in `tickets`, one for each step that has been planned and 
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from deepinfer.detokenizer import Detokenizer
 from deepinfer.outputs import FinishReason
 from deepinfer.runtime.request import Request
+from deepinfer.runtime.stop_strings import StopStrings
+from deepinfer.tokenizer import Tokenizer
 
 
 class Status(Enum):
@@ -46,6 +49,7 @@ class Sequence:
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
         survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
+        stop_strings: finds the request's stop strings, if it has any, in the output so far.
     """
 
     request: Request
@@ -59,9 +63,19 @@ class Sequence:
     slot: int | None = None
     blocks: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     num_preemptions: int = 0
     survival: tuple[float, ...] = ()
+    stop_strings: StopStrings | None = None
+
+    @classmethod
+    def open(cls, request: Request, index: int, seq_id: int, tokenizer: Tokenizer) -> Self:
+        """Completion `index` of a request, with no output yet."""
+        params, strings = request.params, None
+        if params.stop:
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            strings = StopStrings(params.stop, detokenizer, include=params.include_stop_str_in_output)
+        return cls(request, index, seq_id, list(request.prompt_token_ids), stop_strings=strings)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,6 +88,10 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def last_output_tokens(self, count: int) -> list[int]:
+        """Up to `count` output tokens from the end."""
+        return self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - count) :]
 
     @property
     def total_inflight_tokens(self) -> int:

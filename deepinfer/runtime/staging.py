@@ -1,10 +1,14 @@
 """Host tensors to the device in few transfers that nobody waits for."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 
 from deepinfer.dims import Shaped, Tensor
+
+Record = TypeVar("Record", bound=Any)
 
 
 def pack(tensors: Sequence[Shaped[Tensor, "..."]], device: torch.device) -> Shaped[Tensor, " n"]:
@@ -30,4 +34,13 @@ def to_device(tensors: Sequence[Shaped[Tensor, "..."]], device: torch.device) ->
         group = [tensors[i] for i in places]
         for i, tensor in zip(places, unpack(pack(group, device).to(device, non_blocking=True), group), strict=True):
             moved[i] = tensor
+    return moved
+
+
+def move_record(record: Record, device: torch.device) -> Record:
+    """A copy of a dataclass whose tensors are on the device; other fields stay."""
+    tensors = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
+    if not tensors:
+        return record
+    moved: Record = replace(record, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))
     return moved

@@ -11,6 +11,7 @@ import torch
 
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model.rows import TRASH_SLOT
+from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.device import Event
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
@@ -204,11 +205,14 @@ class LogitRows(NamedTuple):
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `sampling` is on the device. `drawn` keeps the sampler's device tensors alive until their copy `host` has been read.
+    `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
+    tensors alive until their copy `host` has been read.
     """
 
     logit_rows: LogitRows | None = None
     sampling: SamplingMetadata | None = None
+    inputs: SamplerInputs | None = None
+    texts: Continuations | None = None
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None
     copied: Event | None = None

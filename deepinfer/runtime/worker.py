@@ -12,6 +12,7 @@ from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.noise import DRAFT, TARGET
+from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.row_layout import build_rows, logit_rows
@@ -113,8 +114,11 @@ class Worker:
             self._static[key] = StaticDecode(self.model, self.cache, metadata, self._relay, self.device)
         return self._static[key]
 
-    def submit_sampler(self, state: WorkerStepState) -> None:
-        """Launch the sampler of a step, the copy of what it draws, and the drafts for the next step. Fills the step's box."""
+    def submit_sampler(self, state: WorkerStepState, inputs: SamplerInputs = UNCONSTRAINED) -> None:
+        """Launch the sampler of a step, the copy of what it draws, and the drafts for the next step. Fills the step's box.
+
+        `inputs` are built once the step before has been applied, so that they are exact.
+        """
         box = state.box
 
         @torch.inference_mode()
@@ -122,9 +126,9 @@ class Worker:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
 
-        reads = [state.sampling, *([state.before] if state.before else [])]
+        reads = [state.sampling, inputs, *([state.before] if state.before else [])]
         drawn, host = ("drawn", state.plan.step_seq), ("host", state.plan.step_seq)
-        self.device.launch(COMPUTE, lambda: self._sample(state), reads=reads, writes=[state.outputs, box, drawn])
+        self.device.launch(COMPUTE, lambda: self._sample(state, inputs), reads=reads, writes=[state.outputs, box, drawn])
         self.device.wait(COPY, self.device.record(COMPUTE))
         self.device.launch(COPY, copy, reads=[drawn], writes=[host])
         box.copied = self.device.record(COPY)
@@ -133,27 +137,30 @@ class Worker:
             self.device.launch(COMPUTE, lambda: self._propose(state), reads=[box, self.cache], writes=[state.outputs])
 
     @torch.inference_mode()
-    def _sample(self, state: WorkerStepState) -> None:
+    def _sample(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
         """Draw a token for each row with logits, and decide which drafts stand."""
-        outputs, box = state.outputs, state.box
-        sampling = box.sampling = state.sampling.to(self.device.torch_device)
+        place, outputs, box = self.device.torch_device, state.outputs, state.box
+        sampling = box.sampling = state.sampling.to(place)
+        limits = box.inputs = inputs.to(place)
         found = box.logit_rows
         assert found is not None
+        shape = (found.groups.shape[0], 1 + self.num_drafts)
         of_rows, positions = sampling.rows(found.group), found.positions + 1
+        texts = rows_behind_drafts(found, shape) if limits.depend_on_text else None
         logits = self.model.logits(found.final)
-        constrained = constrain(logits, of_rows, positions)
+        masked = limits.mask(logits, found.group, found.place)
+        constrained = constrain(masked, of_rows, positions, limits, texts)
         drawn = choose(constrained, of_rows, positions)
         if self.rejects and state.plan.draft_rows:
             is_accepted, drawn = self._reject(state, found, constrained, drawn, of_rows)
         else:
             is_accepted = drawn == found.fed_next
-        groups = found.groups
-        shape = (groups.shape[0], 1 + self.num_drafts)
         accepted = count_leading(is_accepted & found.draft_follows, found.group, found.place, shape)
-        grid = drawn.new_full(shape, POISON)
-        grid[found.group, found.place] = drawn
-        outputs.sampled[groups] = grid.gather(1, accepted[:, None]).squeeze(1)
-        outputs.next_start[groups] += accepted
+        run = drawn.new_full(shape, POISON)
+        run[found.group, found.place] = drawn
+        outputs.sampled[found.groups] = run.gather(1, accepted[:, None]).squeeze(1)
+        outputs.next_start[found.groups] += accepted
+        box.texts = groups_behind_run(run, accepted) if limits.depend_on_text else None
         counted = SamplerOutput(token_ids=drawn, emitted=accepted + 1, n_drafts=found.n_drafts, survival=found.survival)
         box.drawn = report(logits, counted, sampling.num_top)
 
@@ -174,22 +181,29 @@ class Worker:
 
         For `match` with the noise that the target will use at their positions, for `rejection` with noise of their own.
         """
-        outputs, found, sampling = state.outputs, state.box.logit_rows, state.box.sampling
+        outputs, box, kept = state.outputs, state.box, self.num_drafts
+        found, sampling, limits, texts = box.logit_rows, box.sampling, box.inputs, box.texts
         assert found is not None
         assert sampling is not None
+        assert limits is not None
         groups, role = found.groups, DRAFT if self.rejects else TARGET
+        logprobs: list[Tensor] = []
 
         def draft(logits: Tensor, positions: Tensor) -> Tensor:
-            return choose(constrain(logits, sampling, positions), sampling, positions, role)
+            nonlocal texts
+            constrained = constrain(logits, sampling, positions, limits, texts)
+            drawn = choose(constrained, sampling, positions, role)
+            texts = None if texts is None else texts.with_drawn(drawn)
+            if self.rejects:
+                logprobs.append(log_distribution_of(constrained, sampling))
+            return drawn
 
         last, newest = outputs.sampled[groups], outputs.next_start[groups] - 1
-        proposal, kept = self.model.propose_draft(last, newest, found.slots, self.cache, draft), self.num_drafts
+        proposal = self.model.propose_draft(last, newest, found.slots, self.cache, draft)
         outputs.drafts[groups] = proposal.token_ids[:, :kept]
         outputs.survival[groups] = proposal.confidence[:, :kept].float().sigmoid().cumprod(dim=1)
         if self.rejects:
-            for i in range(kept):
-                constrained = constrain(proposal.logits[:, i], sampling, newest + 2 + i)
-                outputs.draft_logprobs[groups, i] = log_distribution_of(constrained, sampling)
+            outputs.draft_logprobs[groups] = torch.stack(logprobs[:kept], dim=1)
 
     def result(self, state: WorkerStepState) -> StepResult:
         """The host's view of a step whose copy event has passed."""

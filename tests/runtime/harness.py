@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from deepinfer.checkpoint.load import load_model
 from deepinfer.model.cache import CacheSizes
@@ -23,7 +24,9 @@ from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.worker import Worker
+from deepinfer.sampling_checks import tokenize_bad_words
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 BLOCK_SIZE = 4
@@ -35,6 +38,22 @@ EOS = 1
 def tiny_model(batch_invariant: bool = True) -> Transformer:
     """Four layers with every kind of memory, in float32."""
     return load_model(GOLDEN / "bf16_full", "float32", "cpu", ops=reference_ops(batch_invariant=batch_invariant))
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """The tokenizer of the tiny model: all bytes, 61 merges."""
+    return Tokenizer.from_folder(GOLDEN / "bf16_full")
+
+
+class Outcome(NamedTuple):
+    """Everything that a request must give whatever runs beside it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    text: str | None
 
 
 def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Request:
@@ -50,6 +69,7 @@ def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Re
         eos_token_id=EOS,
         stop_token_ids=frozenset({EOS, *params.stop_token_ids}),
         arrival_s=0.0,
+        bad_words=tokenize_bad_words(params, tiny_tokenizer()),
     )
 
 
@@ -114,7 +134,7 @@ class Harness:
 
     def add(self, request: Request) -> Sequence:
         """Queue one completion of a request."""
-        sequence = Sequence(request, 0, len(self.sequences), list(request.prompt_token_ids))
+        sequence = Sequence.open(request, 0, len(self.sequences), tiny_tokenizer())
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         return sequence
@@ -135,11 +155,23 @@ class Harness:
         asyncio.run(self.loop.flush())
         self.scheduler.check_integrity()
 
+    def outcome(self, sequence: Sequence) -> Outcome:
+        """What a sequence has given so far; `text` where the scheduler keeps it."""
+        text = None if sequence.stop_strings is None else sequence.stop_strings.text
+        return Outcome(
+            sequence.output_token_ids, self.logprobs[sequence.seq_id], sequence.finish_reason, sequence.stop_reason, text
+        )
 
-@cache
+
 def reference(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], list[float]]:
     """Tokens and log probabilities of a request alone in the plain loop."""
+    return reference_outcome(prompt, params)[:2]
+
+
+@cache
+def reference_outcome(prompt: tuple[int, ...], params: SamplingParams) -> Outcome:
+    """What a request gives alone in the plain loop."""
     harness = Harness(InlineDevice(), depth=0, max_num_seqs=1, num_blocks=MAX_LEN // BLOCK_SIZE + 1)
     sequence = harness.add(make_request("reference", prompt, params))
     harness.run()
-    return sequence.output_token_ids, harness.logprobs[sequence.seq_id]
+    return harness.outcome(sequence)

@@ -10,7 +10,7 @@ from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.sampling_params import SamplingParams
-from tests.runtime.harness import BLOCK_SIZE, Harness, make_request, reference
+from tests.runtime.harness import BLOCK_SIZE, Harness, make_request, reference_outcome
 
 # What happened over all examples; the last test asks that it was not nothing.
 SEEN = {
@@ -30,6 +30,14 @@ PROMPTS = [tuple(3 + (7 * i + 5 * length) % 310 for i in range(length)) for leng
 PARAMS = [
     SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, logprobs=0)
     for tokens, temperature, seed in ((1, 0.0, 0), (5, 0.0, 0), (14, 0.0, 0), (9, 1.0, 3), (14, 0.7, 8))
+]
+# What depends on the tokens before: drawn from a few tokens, so that every field matters within a few steps.
+FEW = {"allowed_token_ids": (67, 68, 69, 267), "temperature": 1.0, "logprobs": 0}
+PARAMS += [
+    SamplingParams(max_tokens=14, seed=3, presence_penalty=1.5, frequency_penalty=0.6, repetition_penalty=1.4, **FEW),
+    SamplingParams(max_tokens=14, seed=5, bad_words=["ab", "cc", "bca"], stop="ca", min_tokens=4, **FEW),
+    SamplingParams(max_tokens=12, seed=6, stop=["a a", "bcb"], include_stop_str_in_output=True, logit_bias={69: 1.0}, **FEW),
+    SamplingParams(max_tokens=11, seed=7, forced_token_ids=(5, 1, 5, 90, 5, 67), logprobs=0),
 ]
 LONGEST = max(len(p) for p in PROMPTS) + 14
 
@@ -139,13 +147,13 @@ class Runtime(RuleBasedStateMachine):
         harness.run()
         for sequence in harness.sequences:
             assert sequence.status is Status.FINISHED
-            tokens, logprobs = reference(sequence.request.prompt_token_ids, sequence.request.params)
+            expected = reference_outcome(sequence.request.prompt_token_ids, sequence.request.params)
             count = sequence.num_output_tokens
             if sequence.seq_id not in self.aborted:
-                assert count == len(tokens)
+                assert harness.outcome(sequence) == expected
                 SEEN["finished"] += 1
-            assert sequence.output_token_ids == tokens[:count]
-            assert harness.logprobs[sequence.seq_id] == logprobs[:count]
+            assert sequence.output_token_ids == expected.token_ids[:count]
+            assert harness.logprobs[sequence.seq_id] == expected.logprobs[:count]
         assert harness.scheduler.blocks.num_free == harness.scheduler.blocks.num_usable
         assert harness.scheduler.slots.num_free == harness.scheduler.slots.num_usable
         counters = harness.scheduler.counters
@@ -155,9 +163,9 @@ class Runtime(RuleBasedStateMachine):
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)
-        SEEN["accepted"] += sum(counters.accepted)
-        SEEN["rejected"] += sum(counters.verified) - sum(counters.accepted)
-        SEEN["not_verified"] += counters.drafted - sum(counters.verified)
+        SEEN["accepted"] += counters.accepted
+        SEEN["rejected"] += counters.verified - counters.accepted
+        SEEN["not_verified"] += counters.drafted - counters.verified
 
 
 TestRuntime = Runtime.TestCase
