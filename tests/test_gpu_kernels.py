@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepinfer.model.moe import Experts, combine
+from deepinfer.model.moe import Experts
 from deepinfer.model.numerics import Numerics, precision_named, reference_ops
+from deepinfer.model.plain_forms import combine
 from deepinfer.ops.elementwise import rms_norm
 from deepinfer.ops.formats import dequantize_fp8
 from deepinfer.ops.matmul import block_matmul

@@ -11,7 +11,7 @@ A program computes 128 rows of one expert for all its tokens, 8 at a time (mma.s
 An expert with more tokens decodes its weights again for each 8. With `split`, such experts go to a second launch that decodes once
 for four tiles of tokens; its registers would cost the common case half its occupancy.
 
-What stands between up and down is kept as float16 `value * 2^8`, which is exact while |value| < 256: see `hidden_bound`.
+What stands between up and down is kept as float16 `value * 2^8`, which is exact while |value| < 256: see `packing.hidden_bound`.
 """
 
 import torch
@@ -26,12 +26,6 @@ from deepinfer.ops.triton_kernels.routing import LARGE_TILES, Prepared, prepare
 
 STAGES = 3  # loads in flight; more or fewer measured slower
 SPLIT_TOKENS = 256  # from here on some expert usually has more than 8 tokens
-LARGEST_HIDDEN = 255.0
-
-
-def hidden_bound(swiglu_limit: float, largest_weight: float) -> float:
-    """Largest |silu(gate) * up * weight| behind a clamp to `swiglu_limit`; infinite without a clamp."""
-    return swiglu_limit**2 * largest_weight if swiglu_limit > 0 else float("inf")
 
 
 @triton.jit
@@ -291,11 +285,13 @@ def fp4_experts(
         x: `[T, D]` in any float dtype.
         ids, weights: int32 or int64 and float32 `[T, K]`. An id of the number of experts marks an expert that is not held.
         up_*: `packing.pack_fp4` of the interleaved rows of w1 and w3; down_*: of w2.
-        limit: of the clamp, above 0; `hidden_bound` of it must not exceed LARGEST_HIDDEN.
+        limit: of the clamp, above 0; `packing.hidden_bound` of it must not exceed LARGEST_HIDDEN.
         holds_all: no id marks an expert that is not held; with False such pairs give zeros.
     """
     (t, topk), d = ids.shape, down_words.shape[1] * FP4_ROWS
     pairs, split = t * topk, t >= SPLIT_TOKENS
+    if not pairs:
+        return x.new_empty(t, topk, d, dtype=torch.bfloat16)
     ids, weights = ids.contiguous(), weights.contiguous()
     prepared = prepare(x.contiguous(), ids, up_words.shape[0], split, pdl)
     hidden = torch.empty(pairs, up_words.shape[1] * FP4_ROWS // 2, dtype=torch.float16, device=x.device)

@@ -173,6 +173,8 @@ def launch(
     split = split or split_of(n, k)
     if split * m * n >= LARGEST_INDEX or x.numel() >= LARGEST_INDEX:
         raise ShapeError(f"a product of {m} tokens with {n} x {k} weights is too large for one call; give it in parts")
+    if not m:
+        return x.new_empty(m, n, dtype=torch.bfloat16)
     last_adds = split > 1 and m <= LAST_ARRIVAL_TOKENS
     y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(split, m, n, dtype=torch.float32, device=x.device) if split > 1 else y

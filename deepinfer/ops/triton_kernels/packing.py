@@ -35,6 +35,9 @@ MAGNITUDES = 0x77777777
 
 MMA_SYNC, WGMMA = 2, 3  # the instructions that multiply tiles of 8 tokens, and of 16 and more
 
+# Between the products of an expert values are kept as float16 times 2^8.
+LARGEST_HIDDEN = 255.0
+
 
 class PackedMatrix(NamedTuple):
     """A matrix `[N, K]`, or a stack of them, as the kernels load it."""
@@ -42,6 +45,11 @@ class PackedMatrix(NamedTuple):
     words: Int[Tensor, "*stack tiles"]  # int32, codes
     scales: Int[Tensor, "*stack more"]  # int32, what the decoder needs of each block's scale
     exponents: UInt8[Tensor, "*stack N"]  # biased exponent that is applied to a row's sum
+
+
+def hidden_bound(swiglu_limit: float, largest_weight: float) -> float:
+    """Largest |silu(gate) * up * weight| behind a clamp to `swiglu_limit`; infinite without a clamp."""
+    return swiglu_limit**2 * largest_weight if swiglu_limit > 0 else float("inf")
 
 
 def channel_places(k: int, instruction: int) -> Int[Tensor, " K"]:
@@ -150,8 +158,8 @@ def pack_fp8(weight: Shaped[Tensor, "N K"], scale: Shaped[Tensor, "Nb Kb"], bf16
     return PackedMatrix(words, high_byte * 0x01000100, rows)
 
 
-def unpack_fp8(packed: PackedMatrix, bf16: bool = False) -> tuple[Shaped[Tensor, "N K"], Shaped[Tensor, "Nb Kb"]]:
-    """The checkpoint's weight and scale again, bit for bit except for the scales of blocks of zeros."""
+def unpack_fp8(packed: PackedMatrix, bf16: bool = False) -> tuple[Shaped[Tensor, "N K"], UInt8[Tensor, "Nb Kb"]]:
+    """The checkpoint's weight and scale bytes again, bit for bit except for the scales of blocks of zeros."""
     tiles, runs = packed.words.shape[:2]
     n, k = tiles * 64, runs * 64
     words = packed.words.view(tiles, k // 128, 2, 2, 4, 8, 4, 4).permute(0, 4, 3, 5, 1, 6, 2, 7)  # tile n16 rr g T q jh jl
@@ -162,7 +170,7 @@ def unpack_fp8(packed: PackedMatrix, bf16: bool = False) -> tuple[Shaped[Tensor,
         high_byte = (packed.scales >> 8) & 0xFF
         power = torch.where(high_byte == 2, -15, (high_byte >> 2) - 15)
         exponents = power + packed.exponents[::BLOCK, None].to(torch.int32)
-    return weight, exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return weight, exponents.to(torch.uint8)
 
 
 def pack_fp4(weight: Shaped[Tensor, "*s N half"], scale: Shaped[Tensor, "*s N Kb"]) -> PackedMatrix:
@@ -194,8 +202,8 @@ def pack_fp4(weight: Shaped[Tensor, "*s N half"], scale: Shaped[Tensor, "*s N Kb
     )
 
 
-def unpack_fp4(packed: PackedMatrix) -> tuple[Shaped[Tensor, "*s N half"], Shaped[Tensor, "*s N Kb"]]:
-    """The checkpoint's weight and scale again, bit for bit except for the scales of blocks of zeros."""
+def unpack_fp4(packed: PackedMatrix) -> tuple[Shaped[Tensor, "*s N half"], UInt8[Tensor, "*s N Kb"]]:
+    """The checkpoint's weight and scale bytes again, bit for bit except for the scales of blocks of zeros."""
     *stack, tiles, runs, _ = packed.words.shape
     n, k = tiles * FP4_ROWS, runs * FP4_CHANNELS
     words = packed.words.view(-1, tiles, runs, 2, 2, 8, 8, 4, 4)  # s tile T u rr n16 g q j
@@ -207,7 +215,7 @@ def unpack_fp4(packed: PackedMatrix) -> tuple[Shaped[Tensor, "*s N half"], Shape
     power = raised.reshape(*stack, n, k // BLOCK) // 4 - FP4_SPREAD + FP4_TOP
     exponents = power + packed.exponents[..., None].to(torch.int32)
     weight = codes.reshape(*stack, n, k // 8).view(torch.int8)
-    return weight, exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return weight, exponents.to(torch.uint8)
 
 
 def move_bits(words: Int[Tensor, "..."], sources: tuple[int, ...], places: tuple[int, ...]) -> Int[Tensor, "..."]:

@@ -79,7 +79,8 @@ def quantize_activations(x: Tensor, instruction: int, pdl: bool = True) -> tuple
     t, k = x.shape
     x16 = torch.empty(t, k, dtype=torch.float16, device=x.device)
     factor = torch.empty(t, dtype=torch.float32, device=x.device)
-    quantize_kernel[(t,)](x.contiguous(), x16, factor, k, blocks_of(k), instruction, pdl, num_warps=8, **launch_options(pdl))
+    if t:
+        quantize_kernel[(t,)](x.contiguous(), x16, factor, k, blocks_of(k), instruction, pdl, num_warps=8, **launch_options(pdl))
     return x16, factor
 
 
@@ -100,6 +101,8 @@ def norm_quantize_activations(
     y = torch.empty(t, k, dtype=x.dtype, device=x.device)
     x16 = torch.empty(t, k, dtype=torch.float16, device=x.device)
     factor = torch.empty(t, dtype=torch.float32, device=x.device)
+    if not t:
+        return y, x16, factor
     norm_quantize_kernel[(t,)](
         x.contiguous(), gain, y, x16, factor, k, 1.0 / k, eps, blocks_of(k), instruction, pdl, num_warps=8, **launch_options(pdl)
     )

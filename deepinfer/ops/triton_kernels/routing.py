@@ -149,6 +149,8 @@ def combine_experts(outputs: Tensor, ids: Tensor, pdl: bool = True) -> Tensor:
     """Sum `[T, K, D]` over K in float32, ascending by expert id `[T, K]`; the ids of a token are distinct."""
     t, topk, n = outputs.shape
     out = torch.empty(t, n, dtype=torch.float32, device=outputs.device)
+    if not t:
+        return out
     columns = 1024
     combine_kernel[(t, triton.cdiv(n, columns))](
         outputs.contiguous(),
