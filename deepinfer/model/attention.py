@@ -54,8 +54,7 @@ class Attention(nn.Module):
         Mutates this layer's ring and, in a KV source, its entry pool.
         """
         table = rope.table(self.ratio)
-        query_latent, q = self.queries(x, table.query)
-        kv = self.window_rows(x, table.query)
+        query_latent, q, kv = self.project(x, table.query)
         shared = self._publish_entries(x, rows, table, shared, cache)
         if self.indexer is not None:
             chosen = self.indexer(x, query_latent, table.query, rows, shared, cache)
@@ -65,17 +64,32 @@ class Attention(nn.Module):
         store_latest(rows, kv, cache.rings[self.layer])
         return self.output(out, table.query), shared
 
+    def project(
+        self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]
+    ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"], Float[Tensor, "T Dh"]]:
+        """`queries` and `window_rows` of the same input, which a fast form reads once for both."""
+        low_rank, raw = self.numerics.ops.linears(x, (self.wq_a, self.wkv), self.numerics)
+        return *self._heads(low_rank, rotation), self._rows(raw, rotation)
+
     def queries(
         self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]
     ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
         """The query latent, which the indexer shares, and the rotated query heads; no norm on the heads (V4 had one)."""
-        latent = self.q_norm(self.wq_a(x))
+        return self._heads(self.wq_a(x), rotation)
+
+    def _heads(
+        self, low_rank: Float[Tensor, "T Rq"], rotation: Float[Tensor, "T half 2"]
+    ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
+        latent = self.q_norm(low_rank)
         heads = self.wq_b(latent).unflatten(1, (self.config.n_heads, self.config.head_dim))
         return latent, rotate_last(heads, rotation)
 
     def window_rows(self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
         """Raw key-value rows as the window keeps them: normalised, rotated, rounded to FP8."""
-        kv = rotate_last(self.kv_norm(self.wkv(x)), rotation)
+        return self._rows(self.wkv(x), rotation)
+
+    def _rows(self, raw: Float[Tensor, "T Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
+        kv = rotate_last(self.kv_norm(raw), rotation)
         return round_fp8(kv) if self.numerics.precision.round_caches else kv
 
     def output(self, out: Float[Tensor, "T H Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T D"]:

@@ -58,8 +58,8 @@ class DraftAttention(Attention):
     ) -> tuple[Float[Tensor, "BQ D"], Shared]:
         """`positions` are p, the newest in the ring; `rope` holds the rotations of the draft rows. Writes nothing."""
         rotation = rope.table(0).query
-        _, q = self.queries(x, rotation)
-        kv = self.window_rows(x, rotation).unflatten(0, (positions.shape[0], -1))
+        _, q, kv = self.project(x, rotation)
+        kv = kv.unflatten(0, (positions.shape[0], -1))
         window, block = self.config.window_size, kv.shape[1]
         # Ring order as published: place i holds the newest position that is i modulo the window.
         place = torch.arange(window, device=x.device)
