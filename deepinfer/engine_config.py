@@ -79,8 +79,8 @@ class EngineConfig:
         require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
         valid = isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto"
         require("cuda_graphs", valid, 'expected True, False or "auto"')
-        require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
         for name in ("adaptive_verification", "batch_invariant"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")
+        require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

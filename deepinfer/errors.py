@@ -101,7 +101,7 @@ class StepError(DeepInferError):
 
 
 class GrammarError(StepError):
-    """A completion with structured output that cannot go on: a token that its grammar forbids, or limits of llguidance."""
+    """A committed token that its grammar forbids. The engine ends that request with `NothingToDraw`; other requests go on."""
 
 
 class NothingToDraw(StepError):

@@ -303,11 +303,12 @@ def shorten(memory: ModelCache, kind: str, missing: int) -> None:
     """Take away the last rows of one kind of memory."""
     layers = len(memory.rings) - 3
     if kind == "backbone rings":
-        memory.rings[:layers] = [ring[:, :-missing] for ring in memory.rings[:layers]]
+        memory.layers[:layers] = [layer._replace(ring=layer.ring[:, :-missing]) for layer in memory.layers[:layers]]
     elif kind == "draft rings":
-        memory.rings[layers:] = [ring[:, :-missing] for ring in memory.rings[layers:]]
+        memory.layers[layers:] = [layer._replace(ring=layer.ring[:, :-missing]) for layer in memory.layers[layers:]]
     elif kind == "pending groups":
-        memory.pending = {layer: groups[:, :-missing] for layer, groups in memory.pending.items()}
+        for index, groups in memory.pending.items():
+            memory.layers[index] = memory.layers[index]._replace(pending=groups[:, :-missing])
     else:
         memory.history = memory.history[:, :-missing]
 

@@ -45,7 +45,7 @@ def drive_layers(case: str) -> Layered:
             if layer.engram is not None:
                 layer.engram(streams, window, model.token_window.pad)
                 streams = flat(f"layers.{index}.engram_out")
-            _, _, shared = layer(streams, flat(f"layers.{index}.pre_mix_in"), rows, rope, shared, session.cache)
+            _, _, shared = layer(streams, flat(f"layers.{index}.pre_mix_in"), rows, rope, shared, session.cache.layers[index])
             same[index] = (captured[f"layers.{index}.router_idx"] == flat(f"layers.{index}.router_idx")).all(dim=1)
             selected = f"layers.{index}.index_topk"
             if selected in captured:

@@ -85,6 +85,7 @@ def test_selections_of_the_tiny_model_bite() -> None:
     """Every index source leaves entries out, and the candidate filter changes what a later source chooses."""
     model = random_model(tiny_config(), device="cpu")
     checked: list[int] = []
+    indexers = {layer: model.layers[layer].attn.indexer for layer in model.config.index_source_layers}
 
     def check(module: Indexer, inputs: tuple[Any, ...], output: IndexerOutput) -> None:
         *values, shared, cache = inputs
@@ -94,10 +95,10 @@ def test_selections_of_the_tiny_model_bite() -> None:
             unfiltered = module.forward(*values, replace(shared, candidates=None), cache)
             assert (unfiltered.scores.isfinite().sum(dim=1) > n_reachable).any()
             assert not torch.equal(unfiltered.selected, output.selected)
-        checked.append(module.layer)
+        checked.append(next(layer for layer, indexer in indexers.items() if indexer is module))
 
-    for layer in model.config.index_source_layers:
-        model.layers[layer].attn.indexer.register_forward_hook(check)
+    for indexer in indexers.values():
+        indexer.register_forward_hook(check)
     model(TOKENS)
     assert checked == [2, 4, 5, 7]
 

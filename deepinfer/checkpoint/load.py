@@ -24,6 +24,7 @@ from deepinfer.errors import CapacityError, ConfigError, TensorMismatch
 from deepinfer.model.engram import EngramTable
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.numerics import Numerics, Ops, precision_named, reference_ops
+from deepinfer.model.packed_weights import pack_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.ngram_hash import hash_primes
 from deepinfer.token_map import build_token_map
@@ -112,13 +113,15 @@ def check_engram_tables(config: ModelConfig) -> None:
 
 
 def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device: torch.device) -> Transformer:
-    """What is left when the parameters are there: the buffers, the token map, decoded copies. Mutates `model`."""
+    """What is left when the parameters are there: the buffers, the token map, packed or decoded weights. Mutates `model`."""
     move_buffers(model, device)
     if token_map is not None:
         model.token_window.token_map = token_map.to(device)
     for module in model.modules():
         if isinstance(module, StoredMatrix | EngramTable):
             module.keep_scale_bytes()
+    if model.numerics.ops.packs_weights:
+        pack_model(model)
     expand_if_small(model, EXPAND_LIMIT_BYTES)
     return model.eval()
 
@@ -232,7 +235,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def expand_if_small(model: Transformer, limit_bytes: int) -> None:
     """Keep decoded float32 values beside the stored ones if all of them together stay under the limit. Mutates `model`."""
-    matrices = [module for module in model.modules() if isinstance(module, StoredMatrix)]
+    matrices = [module for module in model.modules() if isinstance(module, StoredMatrix) and module.packed is None]
     members = sum(m.in_features * m.out_features * (m.weight.shape[0] if m.weight.dim() == 3 else 1) for m in matrices)
     if members * torch.float32.itemsize <= limit_bytes:
         for matrix in matrices:

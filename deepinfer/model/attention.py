@@ -9,7 +9,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model.cache import ModelCache, look_back, store_latest, window_positions
+from deepinfer.model.cache import LayerCache, look_back, store_latest, window_positions
 from deepinfer.model.compressor import Compressor
 from deepinfer.model.indexer import Indexer, Shared
 from deepinfer.model.linear import Linear
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, numerics: Numerics) -> None:
         super().__init__()
-        self.config, self.layer, self.numerics = config.attention, layer, numerics
+        self.config, self.numerics = config.attention, numerics
         self.ratio = config.compress_ratios[layer]
         a, fmt = config.attention, "fp8" if config.quantized else "bf16"
         self.wq_a = Linear(config.dim, a.q_lora_rank, fmt, numerics)
@@ -47,35 +47,49 @@ class Attention(nn.Module):
         self.indexer = Indexer(config, layer, numerics) if layer in config.index_source_layers else None
 
     def forward(
-        self, x: Float[Tensor, "T D"], rows: Rows, rope: RopeTables, shared: Shared, cache: ModelCache
+        self, x: Float[Tensor, "T D"], rows: Rows, rope: RopeTables, shared: Shared, cache: LayerCache
     ) -> tuple[Float[Tensor, "T D"], Shared]:
         """Attention output of the collapsed and normalised input `x`, and what the layers above share.
 
         Mutates this layer's ring and, in a KV source, its entry pool.
         """
         table = rope.table(self.ratio)
-        query_latent, q = self.queries(x, table.query)
-        kv = self.window_rows(x, table.query)
+        query_latent, q, kv = self.project(x, table.query)
         shared = self._publish_entries(x, rows, table, shared, cache)
         if self.indexer is not None:
             chosen = self.indexer(x, query_latent, table.query, rows, shared, cache)
             candidates = shared.candidates if chosen.candidates is None else chosen.candidates
             shared = Shared(shared.pool, chosen.selected, candidates)
         out = self._attend(q, kv, rows, shared, cache)
-        store_latest(rows, kv, cache.rings[self.layer])
+        store_latest(rows, kv, cache.ring)
         return self.output(out, table.query), shared
+
+    def project(
+        self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]
+    ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"], Float[Tensor, "T Dh"]]:
+        """`queries` and `window_rows` of the same input, which a fast form reads once for both."""
+        low_rank, raw = self.numerics.ops.linears(x, (self.wq_a, self.wkv), self.numerics)
+        return *self._heads(low_rank, rotation), self._rows(raw, rotation)
 
     def queries(
         self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]
     ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
         """The query latent, which the indexer shares, and the rotated query heads; no norm on the heads (V4 had one)."""
-        latent = self.q_norm(self.wq_a(x))
+        return self._heads(self.wq_a(x), rotation)
+
+    def _heads(
+        self, low_rank: Float[Tensor, "T Rq"], rotation: Float[Tensor, "T half 2"]
+    ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
+        latent = self.q_norm(low_rank)
         heads = self.wq_b(latent).unflatten(1, (self.config.n_heads, self.config.head_dim))
         return latent, rotate_last(heads, rotation)
 
     def window_rows(self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
         """Raw key-value rows as the window keeps them: normalised, rotated, rounded to FP8."""
-        kv = rotate_last(self.kv_norm(self.wkv(x)), rotation)
+        return self._rows(self.wkv(x), rotation)
+
+    def _rows(self, raw: Float[Tensor, "T Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
+        kv = rotate_last(self.kv_norm(raw), rotation)
         return round_fp8(kv) if self.numerics.precision.round_caches else kv
 
     def output(self, out: Float[Tensor, "T H Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T D"]:
@@ -84,7 +98,7 @@ class Attention(nn.Module):
         groups = turned.flatten(1).unflatten(1, (self.config.o_groups, -1))
         return self.wo_b(self.wo_a.forward_groups(groups).flatten(1))
 
-    def _publish_entries(self, x: Float[Tensor, "T D"], rows: Rows, table: Rope, shared: Shared, cache: ModelCache) -> Shared:
+    def _publish_entries(self, x: Float[Tensor, "T D"], rows: Rows, table: Rope, shared: Shared, cache: LayerCache) -> Shared:
         """In a KV source: compress, store entries and index keys, and make its pool the current one."""
         if self.compressor is None:
             return shared
@@ -93,16 +107,17 @@ class Attention(nn.Module):
         entries = rotate_last(latent, table.entry)
         if self.numerics.precision.round_caches:
             entries = round_fp4_e4m3(entries)
-        pool = cache.pools[self.layer]
+        pool = cache.pool
+        assert pool is not None
         pool.write(rows, entries, self.indexer.keys(latent, table.entry))
         return Shared(pool, shared.selected, shared.candidates)
 
     def _attend(
-        self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: ModelCache
+        self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
     ) -> Float[Tensor, "T H Dh"]:
         """Attend over each row's list: the window oldest first, then the selected entries in ascending order."""
         keys, visible = window_positions(rows.positions, self.config.window_size)
-        ring, parts = cache.rings[self.layer], []
+        ring, parts = cache.ring, []
         for start in range(0, q.shape[0], ATTEND_ROWS):
             part = slice(start, start + ATTEND_ROWS)
             listed = look_back(rows, kv, ring, keys, part)

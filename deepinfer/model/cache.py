@@ -15,6 +15,7 @@ Source: specification sections 8.9, 8.10 and 18.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -71,8 +72,17 @@ class EntryPool:
         return blocks[rows.block_tables].flatten(1, 2)
 
 
+class LayerCache(NamedTuple):
+    """What one layer remembers. Layers of one kind differ in nothing else, so a compiler can treat them alike."""
+
+    ring: Float[Tensor, "slots R Dh"]
+    pool: EntryPool | None  # of a KV source
+    pending: Float[Tensor, "slots P 2 Dh"] | None  # of a KV source of ratio 2
+    last_pool: EntryPool | None  # of the last KV source, for `Numerics.published_index_keys`
+
+
 class ModelCache:
-    """The tensors behind the table above. Written by the modules during a forward, and only there."""
+    """The tensors behind the table above, `layers` by layer. Written by the modules during a forward, and only there."""
 
     def __init__(self, config: ModelConfig, precision: Precision, sizes: CacheSizes, device: torch.device | str = "cpu") -> None:
         self.sizes = sizes
@@ -85,22 +95,38 @@ class ModelCache:
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        layers = config.n_layers + config.draft.n_layers
-        self.rings = [zeros(sizes.num_slots, self.ring_rows, attention.head_dim) for _ in range(layers)]
-        self.pools = {
-            layer: EntryPool(
-                ratio := config.compress_ratios[layer],
-                zeros(pool_rows // ratio, attention.head_dim),
-                zeros(pool_rows // ratio, config.indexer.head_dim),
+        def pool(layer: int) -> EntryPool:
+            ratio = config.compress_ratios[layer]
+            widths = attention.head_dim, config.indexer.head_dim
+            return EntryPool(ratio, *(zeros(pool_rows // ratio, width) for width in widths))
+
+        pools = {layer: pool(layer) for layer in config.kv_source_layers}
+        pending_shape = (sizes.num_slots, self.pending_rows, 2, attention.head_dim)
+        self.layers = [
+            LayerCache(
+                ring=zeros(sizes.num_slots, self.ring_rows, attention.head_dim),
+                pool=pools.get(layer),
+                pending=zeros(*pending_shape, dtype=torch.float32) if layer in pools and pools[layer].ratio == 2 else None,
+                last_pool=pools[config.kv_source_layers[-1]] if pools else None,
             )
-            for layer in config.kv_source_layers
-        }
-        self.pending = {
-            layer: zeros(sizes.num_slots, self.pending_rows, 2, attention.head_dim, dtype=torch.float32)
-            for layer in config.kv_source_layers
-            if config.compress_ratios[layer] == 2
-        }
+            for layer in range(config.n_layers + config.draft.n_layers)
+        ]
         self.history = zeros(sizes.num_slots, self.history_rows, dtype=torch.int64)
+
+    @property
+    def rings(self) -> list[Float[Tensor, "slots R Dh"]]:
+        """Window rings, layer by layer."""
+        return [layer.ring for layer in self.layers]
+
+    @property
+    def pools(self) -> dict[int, EntryPool]:
+        """Entry pools of the KV source layers."""
+        return {i: layer.pool for i, layer in enumerate(self.layers) if layer.pool is not None}
+
+    @property
+    def pending(self) -> dict[int, Float[Tensor, "slots P 2 Dh"]]:
+        """Pending groups of the KV source layers of ratio 2."""
+        return {i: layer.pending for i, layer in enumerate(self.layers) if layer.pending is not None}
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache, for accounting and poisoning."""

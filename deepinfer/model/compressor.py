@@ -8,7 +8,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Float, Tensor
-from deepinfer.model.cache import ModelCache
+from deepinfer.model.cache import LayerCache
 from deepinfer.model.linear import Float32Linear, Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics
@@ -20,7 +20,7 @@ class Compressor(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, numerics: Numerics) -> None:
         super().__init__()
-        self.layer, self.ratio = layer, config.compress_ratios[layer]
+        self.ratio = config.compress_ratios[layer]
         dim, head_dim = config.dim, config.attention.head_dim
         if self.ratio == 2:
             self.wkv: Float32Linear | Linear = Float32Linear(dim, head_dim, numerics)
@@ -29,7 +29,7 @@ class Compressor(nn.Module):
             self.wkv = Linear(dim, head_dim, "bf16", numerics)
         self.norm = RMSNorm(head_dim, config.norm_eps)
 
-    def forward(self, x: Float[Tensor, "T D"], rows: Rows, cache: ModelCache) -> Float[Tensor, "T Dh"]:
+    def forward(self, x: Float[Tensor, "T D"], rows: Rows, cache: LayerCache) -> Float[Tensor, "T Dh"]:
         """The latent of the group that ends at each row; meaningless for rows that end none.
 
         Ratio 1: a projection and a norm. Ratio 2: the group's two projections, weighted for each channel by a softmax over
@@ -44,9 +44,10 @@ class Compressor(nn.Module):
         pooled = (kv * weights).sum(dim=1)
         return self.norm(pooled.to(x.dtype))
 
-    def _even_partner(self, own: Float[Tensor, "T 2 Dh"], rows: Rows, cache: ModelCache) -> Float[Tensor, "T 2 Dh"]:
+    def _even_partner(self, own: Float[Tensor, "T 2 Dh"], rows: Rows, cache: LayerCache) -> Float[Tensor, "T 2 Dh"]:
         """`(kv, gate)` of the token before each row. Mutates the pending groups: even rows leave theirs for a later step."""
-        pending = cache.pending[self.layer]
+        pending = cache.pending
+        assert pending is not None
         before = rows.positions - 1
         previous_row = own.roll(1, dims=0)
         group = before.clamp(min=0) // 2 % pending.shape[1]

@@ -15,7 +15,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.dims import Float, Int, Tensor
 from deepinfer.model.attention import Attention
 from deepinfer.model.block import Block
-from deepinfer.model.cache import ModelCache, store_latest
+from deepinfer.model.cache import LayerCache, ModelCache, store_latest
 from deepinfer.model.hyper_connection import collapse, first_stream
 from deepinfer.model.indexer import Shared
 from deepinfer.model.linear import Float32Linear, Linear
@@ -44,9 +44,9 @@ class Proposal(NamedTuple):
 class DraftAttention(Attention):
     """Every draft query attends to the ring of features and to all draft rows of its sequence, later ones included."""
 
-    def observe(self, features: Float[Tensor, "T D"], rows: Rows, rope: RopeTables, cache: ModelCache) -> None:
+    def observe(self, features: Float[Tensor, "T D"], rows: Rows, rope: RopeTables, cache: LayerCache) -> None:
         """Write the ring rows of the positions that the target has processed. Mutates this block's ring."""
-        store_latest(rows, self.window_rows(features, rope.table(0).query), cache.rings[self.layer])
+        store_latest(rows, self.window_rows(features, rope.table(0).query), cache.ring)
 
     def forward(  # type: ignore[override]
         self,
@@ -54,17 +54,17 @@ class DraftAttention(Attention):
         rope: RopeTables,
         positions: Int[Tensor, " B"],
         slots: Int[Tensor, " B"],
-        cache: ModelCache,
+        cache: LayerCache,
     ) -> tuple[Float[Tensor, "BQ D"], Shared]:
         """`positions` are p, the newest in the ring; `rope` holds the rotations of the draft rows. Writes nothing."""
         rotation = rope.table(0).query
-        _, q = self.queries(x, rotation)
-        kv = self.window_rows(x, rotation).unflatten(0, (positions.shape[0], -1))
+        _, q, kv = self.project(x, rotation)
+        kv = kv.unflatten(0, (positions.shape[0], -1))
         window, block = self.config.window_size, kv.shape[1]
         # Ring order as published: place i holds the newest position that is i modulo the window.
         place = torch.arange(window, device=x.device)
         key_positions = positions[:, None] - (positions[:, None] - place) % window
-        ring = cache.rings[self.layer]
+        ring = cache.ring
         features = ring[slots[:, None], key_positions.clamp(min=0) % ring.shape[1]]
         listed = torch.cat((features, kv), dim=1).repeat_interleave(block, dim=0)
         seen = torch.cat((key_positions >= 0, torch.ones_like(kv[..., 0], dtype=torch.bool)), dim=1)
@@ -137,8 +137,8 @@ class DSpark(nn.ModuleList):
         """
         first = self.blocks[0]
         features = first.main_norm(first.main_proj(main_hidden))
-        for block in self.blocks:
-            block.attn.observe(features, rows, rope, cache)
+        for block, memory in zip(self.blocks, cache.layers[self.config.n_layers :], strict=True):
+            block.attn.observe(features, rows, rope, memory)
 
     def propose(
         self,
@@ -162,8 +162,8 @@ class DSpark(nn.ModuleList):
         last = self.blocks[-1]
         streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1)
         pre_mix = first_stream(streams)
-        for block in self.blocks:
-            streams, pre_mix, _ = block(streams, pre_mix, rope, positions, slots, cache)
+        for block, memory in zip(self.blocks, cache.layers[self.config.n_layers :], strict=True):
+            streams, pre_mix, _ = block(streams, pre_mix, rope, positions, slots, memory)
         x = collapse(streams, pre_mix)
         plain = head(last.norm(x)).unflatten(0, (token_ids.shape[0], -1))
         x = x.unflatten(0, (token_ids.shape[0], -1))

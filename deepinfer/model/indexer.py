@@ -14,7 +14,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model.cache import EntryPool, ModelCache
+from deepinfer.model.cache import EntryPool, LayerCache
 from deepinfer.model.linear import Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import ROW_TILE, Numerics
@@ -49,9 +49,8 @@ class Indexer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, numerics: Numerics) -> None:
         super().__init__()
-        self.config, self.layer, self.numerics = config.indexer, layer, numerics
+        self.config, self.numerics = config.indexer, numerics
         self.is_candidate_source = layer == config.indexer.candidate_source_layer
-        self.last_source = config.kv_source_layers[-1]
         ix = config.indexer
         fmt = "fp8" if config.quantized else "bf16"
         self.wq_b = Linear(config.attention.q_lora_rank, ix.n_heads * ix.head_dim, fmt, numerics)
@@ -71,7 +70,7 @@ class Indexer(nn.Module):
         rotation: Float[Tensor, "T half 2"],
         rows: Rows,
         shared: Shared,
-        cache: ModelCache,
+        cache: LayerCache,
     ) -> IndexerOutput:
         """Choose entries for each row among the visible ones of `shared.pool` (and of `shared.candidates`, if there are any)."""
         assert shared.pool is not None
@@ -124,10 +123,11 @@ class Indexer(nn.Module):
         return (torch.relu(dots) * weights[:, :, None]).sum(dim=1)
 
     def _with_published_keys(
-        self, scores: Tensor, q: Tensor, weights: Tensor, rows: Rows, cache: ModelCache
+        self, scores: Tensor, q: Tensor, weights: Tensor, rows: Rows, cache: LayerCache
     ) -> Float[Tensor, "T C"]:
         """Scores as the published decode computes them at positions that leave a group incomplete (specification U1)."""
-        foreign = self._scores(q, weights, cache.pools[self.last_source].keys_of_sequences(rows), rows.seq_ids)
+        assert cache.last_pool is not None
+        foreign = self._scores(q, weights, cache.last_pool.keys_of_sequences(rows), rows.seq_ids)
         is_decode = (rows.offsets == 0) & (rows.remaining == 0) & (rows.positions > 0)
         incomplete = is_decode & (rows.positions % 2 == 0)
         return torch.where(incomplete[:, None], foreign[:, : scores.shape[1]], scores)

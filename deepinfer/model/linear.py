@@ -1,17 +1,21 @@
 """A matrix in whatever format it is stored in, and the linear map over it.
 
-The rounding of a product depends on the format (section 6): FP8 and FP4 weights see FP8 activations in `native`, bf16 weights
-see plain ones, and a few small projections are computed in float32 throughout.
+What a product rounds depends on the format and is in `plain_forms.py`; a few small projections are computed in float32
+throughout.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
 
-from deepinfer.dims import Float, Shaped, Tensor
+from deepinfer.dims import Float, Shaped, Tensor, UInt8
 from deepinfer.errors import ShapeError
 from deepinfer.model.numerics import Numerics
 from deepinfer.ops.formats import BLOCK, dequantize_fp4, dequantize_fp8
-from deepinfer.ops.quantize import round_fp8
+
+# Weights in another layout than the checkpoint's: `unpack(part)` gives the latter. See `packed_weights.py`.
+PackedWeights = Any
 
 FORMATS = ("bf16", "fp8", "fp4")
 
@@ -43,6 +47,9 @@ class StoredMatrix(nn.Module):
         self.expanded: Tensor | None
         self.register_buffer("scale_bytes", None, persistent=False)
         self.scale_bytes: Tensor | None
+        # What the weights were repacked to, and the larger whole that matrices of one input make together.
+        self.packed: PackedWeights | None = None
+        self.joined: PackedWeights | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -56,32 +63,35 @@ class StoredMatrix(nn.Module):
         if self.expanded is not None:
             chosen = self.expanded if part is None else self.expanded[part]
             return chosen.to(dtype)
-        weight = self.weight if part is None else self.weight[part]
         if self.fmt == "bf16":
-            return weight.to(dtype)
-        # Bytes are indexed, because not every device can gather float8.
-        scale_bytes = self.scale.view(torch.uint8) if self.scale_bytes is None else self.scale_bytes
-        scale = scale_bytes if part is None else scale_bytes[part]
+            return (self.weight if part is None else self.weight[part]).to(dtype)
         decode = dequantize_fp8 if self.fmt == "fp8" else dequantize_fp4
-        return decode(weight, scale).to(dtype)
+        return decode(*self.stored(part)).to(dtype)
+
+    def stored(
+        self, part: int | Shaped[Tensor, " ids"] | None = None
+    ) -> tuple[Shaped[Tensor, "*stack N w"], UInt8[Tensor, "*stack Nb Kb"]]:
+        """Weight and scale bytes of a quantised matrix in the checkpoint's layout, of the whole or of some members of the stack."""
+        if self.packed is not None:
+            return self.packed.unpack(part)
+        scale = self.scale.view(torch.uint8) if self.scale_bytes is None else self.scale_bytes
+        # Bytes are indexed, because not every device can gather float8.
+        return (self.weight, scale) if part is None else (self.weight[part], scale[part])
+
+    def hold(self, packed: PackedWeights) -> None:
+        """Keep the values in another layout instead of the checkpoint's. Drops `weight` and `scale`."""
+        self.packed = packed
+        self.weight = self.scale = self.scale_bytes = None  # type: ignore[assignment]
 
     def keep_scale_bytes(self) -> None:
         """Read the scales as bytes from now on: the compiler's code generators do not know float8_e8m0fnu."""
-        if self.is_quantized:
+        if self.is_quantized and self.packed is None:
             self.scale_bytes = self.scale.view(torch.uint8)
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep the decoded values in `dtype` from now on."""
         self.expanded = None
         self.expanded = self.values(dtype)
-
-
-def product(x: Float[Tensor, "T K"], w: Float[Tensor, "N K"], quantized: bool, numerics: Numerics) -> Float[Tensor, "T N"]:
-    """`x w^T` rounded as `numerics` says for a weight that is stored quantised or not; `w` holds float32 or `x.dtype` values."""
-    precision, ops = numerics.precision, numerics.ops
-    if quantized and precision.quantize_activations:
-        return ops.block_matmul(round_fp8(x).float(), w.float()).to(x.dtype)
-    return ops.matmul(x, w.to(x.dtype))
 
 
 class Linear(StoredMatrix):
@@ -92,14 +102,11 @@ class Linear(StoredMatrix):
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
-        quantize = self.is_quantized and self.numerics.precision.quantize_activations
-        w = self.values(torch.float32 if quantize else x.dtype)
-        return product(x, w, self.is_quantized, self.numerics)
+        return self.numerics.ops.linear(x, self, self.numerics)
 
     def forward_groups(self, x: Float[Tensor, "T G K"]) -> Float[Tensor, "T G R"]:
         """Group g of the input times rows `[g R, (g + 1) R)` of the matrix, without rounding the activations (wo_a, U10)."""
-        w = self.values(x.dtype).unflatten(0, (x.shape[1], -1))
-        return torch.stack([self.numerics.ops.matmul(x[:, g], w[g]) for g in range(x.shape[1])], dim=1)
+        return self.numerics.ops.grouped_linear(x, self, self.numerics)
 
 
 class Float32Linear(StoredMatrix):

@@ -5,14 +5,15 @@ each precision is a definition and not an approximation of another one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from deepinfer.dims import Bool, Float, Tensor
-from deepinfer.errors import ConfigError
+from deepinfer.dims import Bool, Float, Int, Tensor
+from deepinfer.errors import ConfigError, MissingExtra
+from deepinfer.model import inductor_forms, plain_forms
 from deepinfer.ops.attend import attend
 from deepinfer.ops.elementwise import plain, without_tail
 from deepinfer.ops.matmul import batched_matmul, block_matmul, matmul
@@ -85,15 +86,59 @@ class AttendFn(Protocol):
     ) -> Float[Tensor, "T H Dh"]: ...
 
 
+class LinearFn(Protocol):
+    """See `deepinfer.model.plain_forms.linear`."""
+
+    def __call__(self, x: Float[Tensor, "T K"], matrix: Any, numerics: "Numerics") -> Float[Tensor, "T N"]: ...
+
+
+class LinearsFn(Protocol):
+    """See `deepinfer.model.plain_forms.linears`."""
+
+    def __call__(
+        self, x: Float[Tensor, "T K"], matrices: tuple[Any, ...], numerics: "Numerics"
+    ) -> tuple[Float[Tensor, "T N"], ...]: ...
+
+
+class GroupedLinearFn(Protocol):
+    """See `deepinfer.model.plain_forms.grouped_linear`."""
+
+    def __call__(self, x: Float[Tensor, "T G K"], matrix: Any, numerics: "Numerics") -> Float[Tensor, "T G R"]: ...
+
+
+class ExpertsFn(Protocol):
+    """See `deepinfer.model.plain_forms.experts`."""
+
+    def __call__(
+        self, x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"], stack: Any
+    ) -> Float[Tensor, "T K D"]: ...
+
+
+class CombineFn(Protocol):
+    """See `deepinfer.model.plain_forms.combine`."""
+
+    def __call__(self, outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """The operations whose result can depend on the shape they run in, or that have a fast twin."""
+    """The operations whose result can depend on the shape they run in, or that have a fast twin.
+
+    Those with a default are over stored matrices and come in three forms, see `plain_forms.py`.
+    """
 
     matmul: MatmulFn
     block_matmul: MatmulFn
     batched_matmul: BatchedMatmulFn
     pointwise: PointwiseFn
     attend: AttendFn
+    linear: LinearFn = plain_forms.linear
+    linears: LinearsFn = plain_forms.linears
+    grouped_linear: GroupedLinearFn = plain_forms.grouped_linear
+    experts: ExpertsFn = plain_forms.experts
+    combine: CombineFn = plain_forms.combine
+    # The weights are repacked for the kernels when the model has been loaded.
+    packs_weights: bool = False
     # Shapes may not depend on values: experts are gathered for each token instead of visited one by one.
     static_shapes: bool = False
     # Rows never share a product whose shape depends on their company.
@@ -111,6 +156,38 @@ def reference_ops(*, batch_invariant: bool = False, static_shapes: bool = False)
         attend=partial(attend, row_tile=tile),
         static_shapes=static_shapes,
         batch_invariant=batch_invariant,
+    )
+
+
+def inductor_ops(*, batch_invariant: bool = False) -> Ops:
+    """Pure PyTorch with fixed shapes, to be compiled: quantised weights are decoded to bfloat16 on the way."""
+    return replace(
+        reference_ops(batch_invariant=batch_invariant, static_shapes=True),
+        linear=inductor_forms.linear,
+        grouped_linear=inductor_forms.grouped_linear,
+        experts=inductor_forms.experts,
+    )
+
+
+def triton_ops(*, batch_invariant: bool = False) -> Ops:
+    """The Triton kernels for quantised weights, which are repacked for them; everything else as in `inductor_ops`.
+
+    Raises: MissingExtra without triton. The device is checked by `ops.triton_kernels.launch.device_obstacle`.
+    """
+    try:
+        from deepinfer.model import triton_forms
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise MissingExtra("the Triton kernels need triton, which CUDA builds of torch bring along: pip install triton") from error
+    return replace(
+        inductor_ops(batch_invariant=batch_invariant),
+        linear=triton_forms.linear,
+        linears=triton_forms.linears,
+        grouped_linear=triton_forms.grouped_linear,
+        experts=triton_forms.experts,
+        combine=triton_forms.combine,
+        packs_weights=True,
     )
 
 

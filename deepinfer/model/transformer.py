@@ -84,7 +84,7 @@ class Transformer(nn.Module):
             if index in targets:
                 # The block's input, with its Engram, not its output.
                 features.append(streams.float().mean(dim=1).to(streams.dtype))
-            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache)
+            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index])
         return Hidden(collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
     def logits(self, final: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:

@@ -40,6 +40,22 @@ class Continuations(NamedTuple):
         return Continuations(self.groups, longer.scatter(1, self.lengths[:, None], token_ids[:, None]))
 
 
+class RowsWithLogits(Protocol):
+    """The part of `deepinfer.runtime.step_state.LogitRows` that tells the texts of rows."""
+
+    @property
+    def fed_next(self) -> Int[Tensor, " R"]: ...
+
+    @property
+    def group(self) -> Int[Tensor, " R"]: ...
+
+    @property
+    def place(self) -> Int[Tensor, " R"]: ...
+
+    @property
+    def draft_follows(self) -> Bool[Tensor, " R"]: ...
+
+
 class Constraint(Protocol):
     """One kind of change to the logits that tokens are drawn from."""
 
@@ -200,9 +216,8 @@ class SamplerInputs:
     """History-dependent inputs of one step's sampler, on the host or (after `to`) on the device.
 
     Attributes:
-        allowed: tokens that each row may draw: for each sampling group its certain row first, then one behind each of its drafts,
-            whether or not the device gives them a row (Q is at most 1 + k). None if every row may draw every token.
-            Packed: bit i of byte j is token 8 j + i.
+        allowed: tokens that may be drawn for each group behind its confirmed tokens and behind each of its drafts, whether or
+            not they get a row. Packed: bit i of byte j is token 8 j + i. None if every row may draw every token.
         constraints: changes to the logits, in the order in which they are made.
         forced: for each group the tokens that are drawn next whatever the logits say, `NO_TOKEN` behind them; the last column
             stands for everything beyond.
@@ -221,46 +236,34 @@ class SamplerInputs:
         """A copy on the device."""
         return replace(move_record(self, device), constraints=tuple(c.to(device) for c in self.constraints))
 
-    def mask(self, logits: Float[Tensor, "R V"], groups: Int[Tensor, " R"], places: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
-        """The logits without those of tokens that their row, at a place of its group, may not draw."""
+    def mask(self, logits: Float[Tensor, "R V"], group: Int[Tensor, " R"], place: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+        """The logits without those of tokens that their row may not draw: row `place` of sampling group `group`."""
         if self.allowed is None:
             return logits
-        return logits.masked_fill(~unpack(self.allowed[groups, places], logits.shape[1]), NEG_INF)
+        return logits.masked_fill(~unpack(self.allowed[group, place], logits.shape[1]), NEG_INF)
 
     def constrain(self, logits: Float[Tensor, "n V"], texts: Continuations) -> Float[Tensor, "n V"]:
-        """The logits that tokens are drawn from. The given ones stay as they are, for log probabilities."""
+        """The logits that tokens are drawn from; where a token is forced, it alone."""
         for constraint in self.constraints:
             logits = constraint.apply(logits, texts)
-        return logits
-
-    def force(self, drawn: Int[Tensor, " n"], texts: Continuations | None) -> Int[Tensor, " n"]:
-        """The drawn tokens, or the forced ones that stand in their places."""
-        if self.forced is None or texts is None:
-            return drawn
+        if self.forced is None:
+            return logits
         places = texts.lengths.clamp(max=self.forced.shape[1] - 1)
-        forced = self.forced[texts.groups].gather(1, places[:, None]).squeeze(1)
-        return torch.where(forced == NO_TOKEN, drawn, forced)
+        forced = self.forced[texts.groups].gather(1, places[:, None])
+        certain = torch.full_like(logits, NEG_INF).scatter(1, forced.clamp(min=0), 0.0)
+        return torch.where(forced == NO_TOKEN, logits, certain)
 
 
 UNCONSTRAINED = SamplerInputs()
 
 
-def rows_behind_drafts(
-    fed_next: Int[Tensor, " R"],
-    draft_follows: Bool[Tensor, " R"],
-    group: Int[Tensor, " R"],
-    place: Int[Tensor, " R"],
-    shape: tuple[int, int],
-) -> Continuations:
-    """The texts of the rows with logits: row i of a group stands behind the first i drafts of the step.
-
-    `shape` is (S, 1 + k), the others as in `deepinfer.runtime.step_state.LogitRows`.
-    """
-    drafts = fed_next.new_full(shape, NO_TOKEN)
-    drafts[group, place] = torch.where(draft_follows, fed_next, NO_TOKEN)
+def rows_behind_drafts(rows: RowsWithLogits, shape: tuple[int, int]) -> Continuations:
+    """The texts of the rows with logits: row i of a group stands behind the first i drafts of the step. `shape` is (S, 1 + k)."""
+    drafts = rows.fed_next.new_full(shape, NO_TOKEN)
+    drafts[rows.group, rows.place] = torch.where(rows.draft_follows, rows.fed_next, NO_TOKEN)
     drafts = drafts[:, :-1]
-    is_before = torch.arange(drafts.shape[1], device=drafts.device) < place[:, None]
-    return Continuations(group, torch.where(is_before, drafts[group], NO_TOKEN))
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    return Continuations(rows.group, torch.where(place < rows.place[:, None], drafts[rows.group], NO_TOKEN))
 
 
 def groups_behind_run(drawn: Int[Tensor, "S Q1"], accepted: Int[Tensor, " S"]) -> Continuations:

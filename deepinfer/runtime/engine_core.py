@@ -206,11 +206,11 @@ class EngineCore:
             preemptions=counters.preemptions,
             stale_results=counters.stale_results,
             drafted_tokens=counters.drafted,
-            verified_tokens=sum(counters.verified),
-            accepted_tokens=sum(counters.accepted),
-            verified_by_position=tuple(counters.verified),
-            accepted_by_position=tuple(counters.accepted),
-            tokens_per_step=1 + sum(counters.accepted) / max(counters.verify_steps, 1),
+            verified_tokens=counters.verified,
+            accepted_tokens=counters.accepted,
+            verified_by_position=tuple(counters.verified_at),
+            accepted_by_position=tuple(counters.accepted_at),
+            tokens_per_step=1 + counters.accepted / max(counters.verify_steps, 1),
         )
 
 

@@ -48,5 +48,5 @@ def build_masks(
 
 def unpack(masks: Int[Tensor, "R W"], vocab_size: int) -> Bool[Tensor, "R V"]:
     """Packed masks (uint8) as booleans."""
-    bits = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8).to(masks.device, non_blocking=True)
-    return ((masks[:, :, None] & bits) != 0).flatten(1)[:, :vocab_size]
+    places = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    return (masks[:, :, None] >> places & 1).to(torch.bool).flatten(1)[:, :vocab_size]

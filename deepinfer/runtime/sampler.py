@@ -124,21 +124,19 @@ def _wrapped(seed: int) -> int:
 
 
 def constrain(
-    logits: Float[Tensor, "R V"],
+    logits: Float[Tensor, "n V"],
     meta: SamplingMetadata,
-    positions: Int[Tensor, " R"],
+    positions: Int[Tensor, " n"],
     inputs: SamplerInputs,
     texts: Continuations | None,
-) -> Float[Tensor, "R V"]:
-    """The logits that the tokens at the rows' positions are drawn from; the given ones stay, for log probabilities.
+) -> Float[Tensor, "n V"]:
+    """The logits that each row's absolute position draws from, given the text before it; None if nothing depends on that.
 
-    `texts` is what stands before each row; None if nothing depends on that.
+    The given ones stay as they are, for log probabilities.
     """
-    if texts is not None:
-        logits = inputs.constrain(logits, texts)
-    if meta.stops is None:
-        return logits
-    return logits.masked_fill(meta.stops & (positions < meta.first_stop)[:, None], NEG_INF)
+    if meta.stops is not None:
+        logits = logits.masked_fill(meta.stops & (positions < meta.first_stop)[:, None], NEG_INF)
+    return logits if texts is None else inputs.constrain(logits, texts)
 
 
 def choose(
@@ -183,23 +181,26 @@ def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
             continue
         kept = range(row, row + emitted[group])
         wanted = seq.request.params.logprobs
+        logprobs = None if wanted is None else tuple(logprobs_of_row(host, r, wanted) for r in kept)
         results.append(
             SequenceResult(
                 token_ids=tuple(tokens[r] for r in kept),
-                logprobs=None if wanted is None else tuple(logprobs_of_row(host, r, wanted) for r in kept),
+                logprobs=logprobs,
                 n_drafts=drafts[group],
                 survival=tuple(survival[group][: seq.n_drafts]),
-                failure=next((_failure(peaks[r]) for r in kept if not math.isfinite(peaks[r])), None),
+                failure=_failure([peaks[r] for r in kept] + [around.logprob for around in logprobs or ()]),
             )
         )
         row, group = row + 1 + drafts[group], group + 1
     return StepResult(step_seq=plan.step_seq, sequences=tuple(results))
 
 
-def _failure(peak: float) -> str:
-    if peak == NEG_INF:
+def _failure(values: list[float]) -> str | None:
+    """Why the largest logits and the log probabilities of tokens drawn are no result, or None if they are."""
+    strange = next((value for value in values if not math.isfinite(value)), None)
+    if strange == NEG_INF:
         return "no token can be drawn: what the request forbids, and logits of -inf, leave none"
-    return f"the model's logits are not finite (the largest is {peak})"
+    return None if strange is None else f"the model's logits are not finite (found {strange})"
 
 
 def logprobs_of_row(host: SamplerOutput | TokenScores, row: int, count: int) -> TokenLogprobs:

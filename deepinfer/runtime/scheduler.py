@@ -62,19 +62,29 @@ class SchedulerCounters:
     chunked_prefills: int = 0
     verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
     drafted: int = 0  # drafts proposed, whether or not they got a row
-    verified: list[int] = field(default_factory=list)  # by place in the proposal
-    accepted: list[int] = field(default_factory=list)
+    verified_at: list[int] = field(default_factory=list)  # by place in the proposal
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def verified(self) -> int:
+        """Drafts that got a row."""
+        return sum(self.verified_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that stood."""
+        return sum(self.accepted_at)
 
     def count_run(self, offered: int, result: SequenceResult) -> None:
         """Take in what one sequence got from a step that verified drafts of it."""
-        missing = offered - len(self.verified)
-        self.verified += [0] * missing
-        self.accepted += [0] * missing
+        missing = offered - len(self.verified_at)
+        self.verified_at += [0] * missing
+        self.accepted_at += [0] * missing
         self.verify_steps += 1
         self.drafted += offered
         for place in range(result.n_drafts):
-            self.verified[place] += 1
-            self.accepted[place] += place < result.num_accepted
+            self.verified_at[place] += 1
+            self.accepted_at[place] += place < result.num_accepted
 
 
 class Scheduler:
@@ -253,14 +263,14 @@ class Scheduler:
         self.counters.scheduled_tokens += step.num_rows
         return step
 
+    def _can_propose(self, planned: list[tuple[Sequence, SequencePlan]]) -> bool:
+        return self.limits.num_speculative_tokens > 0 and any(plan.is_sampling for _, plan in planned)
+
     def planned(self, step: SchedulerOutputs) -> list[Sequence]:
         """The sequences of the only step in flight, in the order of its row groups."""
         ((newest, sequences),) = self._in_flight
         assert newest is step
         return sequences
-
-    def _can_propose(self, planned: list[tuple[Sequence, SequencePlan]]) -> bool:
-        return self.limits.num_speculative_tokens > 0 and any(plan.is_sampling for _, plan in planned)
 
     # ---- applying -----------------------------------------------------------------------------------------------------
 

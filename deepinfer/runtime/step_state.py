@@ -11,7 +11,7 @@ import torch
 
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model.rows import TRASH_SLOT
-from deepinfer.runtime.constraints import UNCONSTRAINED, Continuations, SamplerInputs
+from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.device import Event
 from deepinfer.runtime.observations import StepObservations
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
@@ -206,14 +206,14 @@ class LogitRows(NamedTuple):
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `sampling` and `inputs` are on the device, `texts` are those of the groups behind what was drawn. `drawn` keeps the sampler's
-    device tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host copy
-    of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
+    `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
+    tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host
+    copy of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
 
     logit_rows: LogitRows | None = None
     sampling: SamplingMetadata | None = None
-    inputs: SamplerInputs = UNCONSTRAINED
+    inputs: SamplerInputs | None = None
     texts: Continuations | None = None
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None

@@ -169,34 +169,28 @@ class Worker:
     @torch.inference_mode()
     def _sample(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
         """Draw a token for each row with logits, and decide which drafts stand."""
-        outputs, box = state.outputs, state.box
-        sampling = box.sampling = state.sampling.to(self.device.torch_device)
-        inputs = box.inputs = inputs.to(self.device.torch_device)
+        place, outputs, box = self.device.torch_device, state.outputs, state.box
+        sampling = box.sampling = state.sampling.to(place)
+        limits = box.inputs = inputs.to(place)
         found = box.logit_rows
         assert found is not None
         shape = (found.groups.shape[0], 1 + self.num_drafts)
         of_rows, positions = sampling.rows(found.group), found.positions + 1
+        texts = rows_behind_drafts(found, shape) if limits.depend_on_text else None
         logits = self.model.logits(found.final)
-        texts = None
-        if inputs.depend_on_text:
-            texts = rows_behind_drafts(found.fed_next, found.draft_follows, found.group, found.place, shape)
-        constrained = constrain(inputs.mask(logits, found.group, found.place), of_rows, positions, inputs, texts)
-        drawn = inputs.force(choose(constrained, of_rows, positions), texts)
+        masked = limits.mask(logits, found.group, found.place)
+        constrained = constrain(masked, of_rows, positions, limits, texts)
+        drawn = choose(constrained, of_rows, positions)
         if self.rejects and state.plan.draft_rows:
             is_accepted, drawn = self._reject(state, found, constrained, drawn, of_rows)
-            if texts is not None:
-                verified, drawn = drawn, inputs.force(drawn, texts)
-                is_accepted = torch.where(verified == drawn, is_accepted, drawn == found.fed_next)
         else:
             is_accepted = drawn == found.fed_next
-        groups = found.groups
         accepted = count_leading(is_accepted & found.draft_follows, found.group, found.place, shape)
-        grid = drawn.new_full(shape, POISON)
-        grid[found.group, found.place] = drawn
-        outputs.sampled[groups] = grid.gather(1, accepted[:, None]).squeeze(1)
-        outputs.next_start[groups] += accepted
-        if texts is not None:
-            box.texts = groups_behind_run(grid, accepted)
+        run = drawn.new_full(shape, POISON)
+        run[found.group, found.place] = drawn
+        outputs.sampled[found.groups] = run.gather(1, accepted[:, None]).squeeze(1)
+        outputs.next_start[found.groups] += accepted
+        box.texts = groups_behind_run(run, accepted) if limits.depend_on_text else None
         counted = SamplerOutput(
             token_ids=drawn,
             emitted=accepted + 1,
@@ -224,30 +218,30 @@ class Worker:
         """Draft the tokens after the last one of each group.
 
         For `match` with the noise that the target will use at their positions, for `rejection` with noise of their own.
-        Constraints are those of the target, but for `SamplerInputs.allowed`.
         """
-        outputs, found, sampling = state.outputs, state.box.logit_rows, state.box.sampling
-        inputs, texts = state.box.inputs, state.box.texts
+        outputs, box, kept = state.outputs, state.box, self.num_drafts
+        found, sampling, limits, texts = box.logit_rows, box.sampling, box.inputs, box.texts
         assert found is not None
         assert sampling is not None
+        assert limits is not None
         groups, role = found.groups, DRAFT if self.rejects else TARGET
-        drawn_from: list[Tensor] = []
+        logprobs: list[Tensor] = []
 
         def draft(logits: Tensor, positions: Tensor) -> Tensor:
             nonlocal texts
-            constrained = constrain(logits, sampling, positions, inputs, texts)
-            drawn_from.append(constrained)
-            drawn = inputs.force(choose(constrained, sampling, positions, role), texts)
+            constrained = constrain(logits, sampling, positions, limits, texts)
+            drawn = choose(constrained, sampling, positions, role)
             texts = None if texts is None else texts.with_drawn(drawn)
+            if self.rejects:
+                logprobs.append(log_distribution_of(constrained, sampling))
             return drawn
 
         last, newest = outputs.sampled[groups], outputs.next_start[groups] - 1
-        proposal, kept = self.model.propose_draft(last, newest, found.slots, self.cache, draft), self.num_drafts
+        proposal = self.model.propose_draft(last, newest, found.slots, self.cache, draft)
         outputs.drafts[groups] = proposal.token_ids[:, :kept]
         outputs.survival[groups] = proposal.confidence[:, :kept].float().sigmoid().cumprod(dim=1)
         if self.rejects:
-            for i in range(kept):
-                outputs.draft_logprobs[groups, i] = log_distribution_of(drawn_from[i], sampling)
+            outputs.draft_logprobs[groups] = torch.stack(logprobs[:kept], dim=1)
 
     def result(self, state: WorkerStepState) -> StepResult:
         """The host's view of a step whose copy event has passed."""

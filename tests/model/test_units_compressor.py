@@ -13,6 +13,9 @@ from tests.tolerances import check_close
 NUMERICS = Numerics(precision=precision_named("float32"), ops=reference_ops())
 
 
+LAYERS = {2: 2, 1: 5}  # of `select_full`, by ratio
+
+
 @pytest.fixture(scope="module")
 def session() -> Session:
     """A cache of `select_full`, whose layers 2 and 5 have the units' sizes; its weights are not used."""
@@ -24,7 +27,7 @@ def session() -> Session:
 
 def recorded_compressor(ratio: int) -> Compressor:
     unit = recorded_unit(f"compressor_r{ratio}")
-    made = Compressor(load_config(GOLDEN / "select_full"), {2: 2, 1: 5}[ratio], NUMERICS)
+    made = Compressor(load_config(GOLDEN / "select_full"), LAYERS[ratio], NUMERICS)
     made.wkv.weight = nn.Parameter(unit["wkv"], requires_grad=False)
     made.norm.weight = nn.Parameter(unit["norm"], requires_grad=False)
     if ratio == 2:
@@ -39,10 +42,11 @@ def test_latents_are_the_recorded_ones_however_the_tokens_come(session: Session,
     unit, compressor = recorded_unit(f"compressor_r{ratio}"), recorded_compressor(ratio)
     for tensor in session.cache.pending.values():
         tensor.fill_(float("nan"))
+    memory = session.cache.layers[LAYERS[ratio]]
     latents, start = [], 0
     for size in cuts:
         rows = session.rows([([0] * size, start)])
-        latents.append(compressor(unit["x"][0, start : start + size], rows, session.cache))
+        latents.append(compressor(unit["x"][0, start : start + size], rows, memory))
         start += size
     complete = torch.cat(latents)[ratio - 1 :: ratio]
     check_close(complete, unit["latent"][0], "compressor", "float32")

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from deepinfer.config_json import load_config
-from deepinfer.model.moe import Experts, SharedExpert, combine
+from deepinfer.model.moe import Experts, SharedExpert
 from deepinfer.model.numerics import Numerics, precision_named, reference_ops
+from deepinfer.model.plain_forms import combine
 from deepinfer.model.router import Router
 from tests.golden import GOLDEN, recorded_unit
 from tests.tolerances import check_close

@@ -59,9 +59,9 @@ def test_drafts_see_the_ring_in_slot_order_and_then_each_other(position: int) ->
     attention = DraftAttention(config, layer, numerics)
     for parameter in attention.parameters():
         parameter.view(torch.uint8).zero_()
-    memory = ModelCache(config, numerics.precision, CacheSizes(num_slots=2, num_blocks=2))
+    memory = ModelCache(config, numerics.precision, CacheSizes(num_slots=2, num_blocks=2)).layers[layer]
     # Every ring row holds its slot number in channel 0; draft rows, whose projection is zero, hold 0.
-    memory.rings[layer][1, :, 0] = torch.arange(WINDOW, dtype=torch.float32)
+    memory.ring[1, :, 0] = torch.arange(WINDOW, dtype=torch.float32)
     rope = RotaryEmbedding(config)(torch.arange(position + 1, position + 1 + BLOCK))
     attention(torch.randn(BLOCK, config.dim), rope, torch.tensor([position]), torch.tensor([1]), memory)
     kv, visible = seen[0]

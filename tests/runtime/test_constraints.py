@@ -103,8 +103,8 @@ def test_history_counts_the_same_in_any_company_one_step_ahead_behind_drafts_and
         assert harness.outcome(sequence) == reference_outcome(sequence.request.prompt_token_ids, params)
     counters = harness.scheduler.counters
     assert counters.preemptions > 0
-    assert (sum(counters.accepted) > 0) == (drafts > 0)
-    assert (sum(counters.verified) > sum(counters.accepted)) == (drafts > 0)
+    assert (counters.accepted > 0) == (drafts > 0)
+    assert (counters.verified > counters.accepted) == (drafts > 0)
 
 
 def naive_next(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> int:

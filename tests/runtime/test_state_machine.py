@@ -164,9 +164,9 @@ class Runtime(RuleBasedStateMachine):
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)
-        SEEN["accepted"] += sum(counters.accepted)
-        SEEN["rejected"] += sum(counters.verified) - sum(counters.accepted)
-        SEEN["not_verified"] += counters.drafted - sum(counters.verified)
+        SEEN["accepted"] += counters.accepted
+        SEEN["rejected"] += counters.verified - counters.accepted
+        SEEN["not_verified"] += counters.drafted - counters.verified
 
 
 TestRuntime = Runtime.TestCase

@@ -1,0 +1,179 @@
+"""Repacking a loaded model for the Triton kernels, once and in place: a matrix is stored in one layout at a time.
+
+`values()` of a packed matrix unpacks it, so every other reader goes on as before. A matrix that cannot be packed exactly stays
+as it is, and the log says why.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepinfer.dims import Int, Shaped, Tensor, UInt8
+from deepinfer.model.attention import Attention
+from deepinfer.model.linear import Linear, StoredMatrix
+from deepinfer.model.moe import Experts, SharedExpert
+from deepinfer.model.transformer import Transformer
+from deepinfer.ops.triton_kernels.packing import (
+    LARGEST_HIDDEN,
+    PackedMatrix,
+    fp4_obstacle,
+    fp8_obstacle,
+    hidden_bound,
+    interleave_rows,
+    pack_fp4,
+    pack_fp8,
+    separate_rows,
+    unpack_fp4,
+    unpack_fp8,
+)
+
+EXPERTS_AT_ONCE = 16  # packing needs a few times their bytes beside them
+
+logger = logging.getLogger(__name__)
+
+
+class PackedFP8(nn.Module):
+    """A packed FP8 matrix, or a run of rows of one that shares its memory.
+
+    Attributes:
+        bf16: packed for activations that stay bfloat16.
+        arrivals: the kernel's counters, zero between its calls.
+    """
+
+    words: Tensor
+    scales: Tensor
+    exponents: Tensor
+    arrivals: Tensor
+
+    def __init__(self, packed: PackedMatrix, bf16: bool = False) -> None:
+        super().__init__()
+        self.bf16 = bf16
+        for name, tensor in packed._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.register_buffer("arrivals", torch.zeros_like(packed.words[:, 0, 0]), persistent=False)
+
+    def tensors(self) -> PackedMatrix:
+        return PackedMatrix(self.words, self.scales, self.exponents)
+
+    def rows(self, start: int, end: int) -> "PackedFP8":
+        """Rows `[start, end)`, both multiples of 64, in the same memory."""
+        words, scales = self.words[start // 64 : end // 64], self.scales[start // 32 : end // 32]
+        return PackedFP8(PackedMatrix(words, scales, self.exponents[start:end]), self.bf16)
+
+    def unpack(self, part: None = None) -> tuple[Shaped[Tensor, "N K"], UInt8[Tensor, "Nb Kb"]]:
+        """Weight and scale bytes in the checkpoint's layout."""
+        return unpack_fp8(self.tensors(), self.bf16)
+
+
+class PackedFP4(nn.Module):
+    """A packed stack of FP4 matrices, or one of two whose rows are interleaved in it (`place` 0 and 1)."""
+
+    words: Tensor
+    scales: Tensor
+    exponents: Tensor
+
+    def __init__(self, packed: PackedMatrix, place: int | None = None) -> None:
+        super().__init__()
+        self.place = place
+        for name, tensor in packed._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def tensors(self) -> PackedMatrix:
+        return PackedMatrix(self.words, self.scales, self.exponents)
+
+    def unpack(self, part: int | Int[Tensor, " ids"] | None = None) -> tuple[Shaped[Tensor, "*s N half"], UInt8[Tensor, "*s N Kb"]]:
+        """Weight and scale bytes in the checkpoint's layout, of the whole stack or of some members."""
+        packed = self.tensors() if part is None else PackedMatrix(*(t[part] for t in self.tensors()))
+        weight, scale = unpack_fp4(packed)
+        if self.place is None:
+            return weight, scale
+        return separate_rows(weight)[self.place], separate_rows(scale)[self.place]
+
+
+def pack_model(model: Transformer) -> int:
+    """Pack every matrix that the kernels can read. Mutates `model`; returns how many matrices stayed as they were.
+
+    Only `native` has kernels; in other precisions nothing is packed and nothing counts.
+    """
+    if not model.numerics.precision.quantize_activations:
+        return 0
+    refused = 0
+    for name, module in model.named_modules():
+        reasons: list[str | None] = []
+        if isinstance(module, Attention):
+            reasons = [pack_linears([module.wo_a], bf16=True), pack_linears([module.wq_a, module.wkv])]
+        elif isinstance(module, SharedExpert):
+            reasons = [pack_linears([module.w1, module.w3])]
+        elif isinstance(module, Experts):
+            reasons = [pack_experts(module)]
+        elif isinstance(module, Linear) and module.packed is None and not name.endswith((".wo_a", ".wq_a", ".wkv", ".w1", ".w3")):
+            reasons = [pack_linears([module])]
+        for reason in filter(None, reasons):
+            refused += 1
+            logger.info("%s stays in its checkpoint layout: %s", name, reason)
+    return refused
+
+
+def pack_linears(matrices: Sequence[StoredMatrix], bf16: bool = False) -> str | None:
+    """Pack FP8 matrices that share an input as one, each also a part of it; bf16 matrices are left alone.
+
+    Returns: why they cannot be packed, or None. Mutates the matrices unless there is a reason.
+    """
+    if any(matrix.fmt != "fp8" for matrix in matrices):
+        return None
+    for matrix in matrices:
+        if reason := fp8_obstacle(matrix.weight, matrix.scale, bf16):
+            return reason
+    packed = [pack_fp8(matrix.weight, matrix.scale, bf16) for matrix in matrices]
+    whole = PackedFP8(PackedMatrix(*(torch.cat(tensors) for tensors in zip(*packed, strict=True))), bf16)
+    start = 0
+    for matrix in matrices:
+        end = start + matrix.out_features
+        matrix.hold(whole if len(matrices) == 1 else whole.rows(start, end))
+        matrix.joined = whole if len(matrices) > 1 else None
+        start = end
+    return None
+
+
+def pack_experts(stack: Experts) -> str | None:
+    """Pack a stack of FP4 experts, gate and up interleaved; bf16 experts are left alone.
+
+    Returns: why they cannot be packed, or None. Mutates the stack unless there is a reason.
+    """
+    matrices = (stack.w1, stack.w3, stack.w2)
+    if stack.w1.fmt != "fp4" or not stack.expert_ids:
+        return None
+    bound = hidden_bound(stack.swiglu_limit, stack.largest_weight)
+    if bound > LARGEST_HIDDEN:
+        return f"values between the products may reach {bound:g}, more than {LARGEST_HIDDEN:g}"
+    count = len(stack.expert_ids)
+    parts = [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, count, EXPERTS_AT_ONCE)]
+    for matrix in matrices:
+        for part in parts:
+            if reason := fp4_obstacle(matrix.weight[part], matrix.scale.view(torch.uint8)[part]):
+                return reason
+    up = _pack_parts((stack.w1, stack.w3), parts)
+    stack.w1.hold(PackedFP4(up, 0))
+    stack.w3.hold(PackedFP4(up, 1))
+    stack.w2.hold(PackedFP4(_pack_parts((stack.w2,), parts)))
+    return None
+
+
+def _pack_parts(matrices: tuple[StoredMatrix, ...], parts: list[slice]) -> PackedMatrix:
+    """Some experts at a time, straight into their places."""
+    result: PackedMatrix | None = None
+    for part in parts:
+        weights, scales = zip(*((m.weight[part], m.scale.view(torch.uint8)[part]) for m in matrices), strict=True)
+        if len(matrices) == 2:
+            packed = pack_fp4(interleave_rows(*weights), interleave_rows(*scales))
+        else:
+            packed = pack_fp4(weights[0], scales[0])
+        if result is None:
+            count = matrices[0].weight.shape[0]
+            result = PackedMatrix(*(t.new_empty(count, *t.shape[1:]) for t in packed))
+        for place, tensor in zip(result, packed, strict=True):
+            place[part] = tensor
+    assert result is not None
+    return result
