@@ -35,6 +35,7 @@ from deepinfer.sampling_checks import check_sampling, check_something_can_be_dra
 from deepinfer.sampling_params import SamplingParams, shown
 from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.grammar import Grammar
+from deepinfer.structured_outputs import StructuredOutputs
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class LLMEngine:
             raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
         for p in params:
             if isinstance(p, SamplingParams) and p.form is not None:
-                self._grammars.compile(p.form)  # all of them at once, in the background
+                self._compile(p.form)  # all of them at once, in the background
         requests = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -213,9 +214,18 @@ class LLMEngine:
     async def _wait_for_grammar(self, params: Any) -> None:
         """Let other coroutines run until a grammar has been compiled, well or not."""
         if isinstance(params, SamplingParams) and params.form is not None:
-            compiled = asyncio.wrap_future(self._grammars.compile(params.form))
             # The compilation is shared: whoever is cancelled leaves it to the others.
-            await asyncio.wait([asyncio.shield(compiled)])
+            compiled = asyncio.shield(asyncio.wrap_future(self._compile(params.form)))
+            await asyncio.wait([compiled])
+            if not compiled.cancelled():
+                compiled.exception()  # `_grammar` raises it, naming the prompt
+
+    def _compile(self, form: StructuredOutputs) -> "concurrent.futures.Future[Grammar]":
+        """Start compiling a form, or find it compiled. Raises MissingExtra, EngineClosed."""
+        try:
+            return self._grammars.compile(form)
+        except RuntimeError:  # its threads have gone
+            raise EngineClosed("the engine was closed") from None
 
     def _grammar(self, index: int, params: SamplingParams, max_new_tokens: int) -> Grammar | None:
         """The grammar of a prompt. Raises Rejected, naming the prompt, if it is malformed or no text fits the limit."""
@@ -226,9 +236,11 @@ class LLMEngine:
         if any(token >= vocab_size for token in form.reasoning_end):
             raise Rejected(f"reasoning_end of prompt {index}: {shown(form.reasoning_end)}: the vocabulary is [0, {vocab_size})")
         try:
-            grammar = self._grammars.compile(form).result()
+            grammar = self._compile(form).result()
         except Rejected as error:
             raise Rejected(f"prompt {index}: {error}") from None
+        except concurrent.futures.CancelledError:
+            raise EngineClosed("the engine was closed while a grammar was compiled") from None
         needed = grammar.fewest_tokens + len(form.reasoning_end)
         if needed > max_new_tokens:
             raise Rejected(

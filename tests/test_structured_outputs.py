@@ -1,6 +1,7 @@
 """Structured output from outside: what is asked for comes out, the same text in every engine; and what is refused, and where."""
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from deepinfer import LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
 from deepinfer.config import EngramConfig, ModelConfig
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import Rejected, StepError
+from deepinfer.errors import EngineClosed, Rejected, StepError
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.presets import byte_tokenizer_json, control_token_id, random_model, tiny_config
@@ -252,3 +253,36 @@ def test_an_illegal_token_ends_its_request_and_no_other(engine: LLMEngine, monke
     assert isinstance(failed, StepError)
     assert "the grammar does not allow it" in str(failed)
     assert served.outputs[0].text == "bbbbbbb"
+
+
+def test_a_malformed_form_is_refused_to_a_coroutine_and_nothing_is_left_unsaid(
+    engine: LLMEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Rejected, match=r"prompt 0: StructuredOutputs\.regex, line 1"):
+        asyncio.run(engine.agenerate(PROMPT, SamplingParams(structured_outputs={"regex": "[b"})))
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_closing_ends_those_who_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    original = GrammarCompiler._grammar
+
+    def slow(self: GrammarCompiler, source: str, form: StructuredOutputs) -> Grammar:
+        assert gate.wait(60)
+        return original(self, source, form)
+
+    monkeypatch.setattr(GrammarCompiler, "_grammar", slow)
+    forms = [SamplingParams(structured_outputs={"regex": text}) for text in ("a", "b", "c")]  # one more than there are threads
+
+    async def ask(engine: LLMEngine) -> list[Any]:
+        tasks = [asyncio.create_task(engine.agenerate(PROMPT, params)) for params in forms]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine.close)
+        gate.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with open_engine() as engine:
+        assert all(isinstance(error, EngineClosed) for error in asyncio.run(ask(engine)))
+    with pytest.raises(EngineClosed):
+        asyncio.run(engine.agenerate(PROMPT, forms[0]))
