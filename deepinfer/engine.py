@@ -20,11 +20,12 @@ from typing import Any, Self, TypeVar
 import torch
 from tqdm.auto import tqdm
 
+from deepinfer.backends import choose_backend
 from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
-from deepinfer.model.numerics import reference_ops
+from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.prompts import Prompt, to_token_ids
@@ -64,11 +65,10 @@ class LLMEngine:
         engine_config = EngineConfig(**config)
         folder = locate_checkpoint(path_or_preset)
         device = _torch_device(engine_config.device)
-        on_cpu = device.type == "cpu"
-        if engine_config.batch_invariant and not on_cpu:
-            raise ConfigError(f"batch_invariant = True: proven on the CPU only, the device is {device}")
-        ops = reference_ops(batch_invariant=engine_config.batch_invariant, static_shapes=not on_cpu)
-        model = load_model(folder, engine_config.precision, device, ops=ops)
+        backend = choose_backend(engine_config, device)
+        model = load_model(folder, engine_config.precision, device, ops=backend.ops)
+        if backend.compiles:
+            compile_model(model)
         return cls(model, Tokenizer.from_folder(folder), engine_config)
 
     @property

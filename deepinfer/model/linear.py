@@ -117,4 +117,10 @@ class Float32Linear(StoredMatrix):
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
+        if (fast := self.numerics.ops.float32_linear) is not None:
+            return fast(x, self, self.numerics)
+        return self.plain(x)
+
+    def plain(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
+        """The definition."""
         return self.numerics.ops.matmul(x.float(), self.values(torch.float32))

@@ -29,6 +29,7 @@ from deepinfer.ops.triton_kernels.packing import (
     unpack_fp8,
 )
 
+PACKED_BY_OWNER = (".wo_a", ".wq_a", ".attn.wkv", ".w1", ".w3")  # matrices that share an input, or are for groups
 EXPERTS_AT_ONCE = 16  # packing needs a few times their bytes beside them
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def pack_model(model: Transformer) -> int:
             reasons = [pack_linears([module.w1, module.w3])]
         elif isinstance(module, Experts):
             reasons = [pack_experts(module)]
-        elif isinstance(module, Linear) and module.packed is None and not name.endswith((".wo_a", ".wq_a", ".wkv", ".w1", ".w3")):
+        elif isinstance(module, Linear) and module.packed is None and not name.endswith(PACKED_BY_OWNER):
             reasons = [pack_linears([module])]
         for reason in filter(None, reasons):
             refused += 1

@@ -6,8 +6,11 @@ Everything here runs on one event loop; `LLMEngine` is the door from other threa
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from tqdm.auto import tqdm
 
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, StepError
@@ -90,6 +93,8 @@ class EngineCore:
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
+        if self.worker.decode_buckets:
+            warm_up(self.worker)
         while not self._is_closing:
             if not self.scheduler.has_work:
                 self._idle.set()
@@ -236,6 +241,20 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
     if config.num_speculative_tokens > most:
         raise ConfigError(f"EngineConfig.num_speculative_tokens = {config.num_speculative_tokens}: the model drafts at most {most}")
     return config.num_speculative_tokens
+
+
+def warm_up(worker: Worker) -> None:
+    """Compile and capture before the first request, with a bar that says what is being done."""
+    count = len(worker.decode_buckets) * (3 if worker.num_drafts else 1) + 1
+    with tqdm(total=count, unit="shape", desc="warming up") as bar:
+
+        @contextmanager
+        def progress(what: str) -> Iterator[None]:
+            bar.set_postfix_str(what)
+            yield
+            bar.update()
+
+        worker.warm_up(progress)
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
