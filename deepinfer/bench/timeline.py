@@ -18,6 +18,7 @@ COLOURS = {
     "callbacks": "#ccb974",
     "forward": "#8172b2",
     "sampler": "#64b5cd",
+    "draft": "#da8bc3",
     "copy": "#937860",
 }
 
@@ -54,7 +55,7 @@ def timeline_figure(traces: dict[str, list[Span]]) -> Any:
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("ms")
-    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=8, fontsize=8)
+    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=9, fontsize=8)
     return figure
 
 
