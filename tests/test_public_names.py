@@ -19,6 +19,7 @@ LAYER_OF = {
     "errors": "errors",
     "config": "config",
     "config_json": "config",
+    "visibility": "config",
     "engine_config": "runtime",
     "sampling_params": "config",
     "sampling_checks": "engine",
@@ -48,6 +49,7 @@ WITHOUT_TORCH = [
     "runtime/scheduler",
     "runtime/release",
     "config",
+    "visibility",
 ]
 
 

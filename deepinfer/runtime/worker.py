@@ -172,20 +172,27 @@ class Worker:
         """
         box = state.box
 
+        # Traces name launches after these functions.
+        def sampler() -> None:
+            self._sample(state, inputs)
+
         @torch.inference_mode()
         def copy() -> None:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
 
+        def draft() -> None:
+            self._propose(state)
+
         reads = [state.sampling, inputs, *([state.before] if state.before else [])]
         drawn, host = ("drawn", state.plan.step_seq), ("host", state.plan.step_seq)
-        self.device.launch(COMPUTE, lambda: self._sample(state, inputs), reads=reads, writes=[state.outputs, box, drawn])
+        self.device.launch(COMPUTE, sampler, reads=reads, writes=[state.outputs, box, drawn])
         self.device.wait(COPY, self.device.record(COMPUTE))
         self.device.launch(COPY, copy, reads=[drawn], writes=[host])
         box.copied = self.device.record(COPY)
         if state.plan.proposes:
             # Behind the copy's event: nobody waits for drafts on the host.
-            self.device.launch(COMPUTE, lambda: self._propose(state), reads=[box, self.cache], writes=[state.outputs])
+            self.device.launch(COMPUTE, draft, reads=[box, self.cache], writes=[state.outputs])
 
     @torch.inference_mode()
     def _sample(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
