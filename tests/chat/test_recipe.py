@@ -65,7 +65,7 @@ STARTS = {
 
 
 @given(conversations())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_prompts_are_those_of_the_librarys_converter(arguments: dict[str, Any]) -> None:
     rendered = Recipe().render(**arguments)
     assert (rendered.text, rendered.has_tools, rendered.response_start) == converted(arguments)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deepinfer import ChatMessage, Recipe, Rejected, ResponseParser, TokenAdder, Tokenizer, ToolCall
 from deepinfer.chat.recipe import ResponseStart
-from deepinfer.chat.response_parser import ChatEvent, library_tokenizer
+from deepinfer.chat.response_parser import ChatEvent
 from tests.chat.cases import FILE, PARSES_THAT_DIFFER
 from tests.chat.conversations import LOOKALIKES, TOOL, arguments, names, texts
 
@@ -59,11 +59,6 @@ def parse(start: ResponseStart, parts: list[Any], **arguments: Any) -> ChatMessa
 
 def joined(events: list[ChatEvent], kind: str) -> str:
     return "".join(event.text for event in events if event.kind == kind)
-
-
-@pytest.fixture(scope="module")
-def library(published_tokenizer: Tokenizer) -> deepseek_recipe.Tokenizer:
-    return library_tokenizer(published_tokenizer.to_str())
 
 
 @pytest.mark.parametrize("case", FILE["parse"], ids=lambda case: case["name"])
