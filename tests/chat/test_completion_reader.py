@@ -50,6 +50,28 @@ def test_bytes_that_are_no_text_do_not_stop_what_follows(reader: CompletionReade
     assert reader.parser.message.content == text
 
 
+def test_a_text_that_ends_with_bytes_that_are_no_text_is_the_completions(
+    reader: CompletionReader, published_tokenizer: Tokenizer
+) -> None:
+    ids = [*published_tokenizer.encode("abc"), published_tokenizer.encode("𒀀")[-1]]
+    reader.read(completion("abc\ufffd", ids))
+    reader.read(completion("abc\ufffd", ids, finish_reason="length"))
+    assert reader.parser.message.content == "abc\ufffd"
+
+
+def test_a_marker_in_ordinary_tokens_is_text(published_tokenizer: Tokenizer, library: deepseek_recipe.Tokenizer) -> None:
+    text = "about </think></think>yes"
+    ids = published_tokenizer.encode("about </think>", split_special_tokens=True) + published_tokenizer.encode("</think>yes")
+    reader = CompletionReader(ResponseParser("reasoning", tokenizer=library), published_tokenizer)
+    reader.read(completion(text, ids, finish_reason="length"))
+    assert reader.parser.message == ChatMessage(content="yes", reasoning_content="about </think>")
+
+
+def test_an_answer_that_never_began_is_an_empty_one(reader: CompletionReader) -> None:
+    assert reader.read(completion("", [], finish_reason="abort")) == []
+    assert reader.parser.message == ChatMessage(content="")
+
+
 def test_what_stopped_an_answer_is_no_part_of_it(reader: CompletionReader, published_tokenizer: Tokenizer) -> None:
     ids = published_tokenizer.encode("one two three")
     reader.read(completion("one", ids[:2]))

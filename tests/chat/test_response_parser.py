@@ -129,6 +129,8 @@ def test_golden_answers_are_taken_apart() -> None:
     found = parse("reasoning", ["  why?\n</think>\n\nbecause" + CALLS], tool_call_id="c")
     assert found == ChatMessage(content="because", reasoning_content="  why?", tool_calls=calls)
     assert parse("content", ["1 < 2 <"]) == ChatMessage(content="1 < 2 <")
+    # Where the prompt has begun the calls, there is no content.
+    assert parse("tool_calls", ["a" + CALLS.partition("calls>")[2]]).content == ""
     assert parse("content", ["a" + CALLS], has_tools=False) == ChatMessage(content="a" + CALLS)
 
 
