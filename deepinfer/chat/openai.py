@@ -40,8 +40,11 @@ def _choice(completion: CompletionOutput, num_reasoning: int, params: SamplingPa
     assert message is not None
     logprobs = None
     if completion.logprobs is not None:
+        asked = params.logprobs or 0
+        # -1 is the whole vocabulary.
+        num_top = tokenizer.vocab_size if asked == -1 else asked
         entries = [
-            _token_logprob(token_id, around, params.logprobs or 0, tokenizer)
+            _token_logprob(token_id, around, num_top, tokenizer)
             for token_id, around in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
         logprobs = {"content": entries[num_reasoning:]}

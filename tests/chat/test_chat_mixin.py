@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,18 @@ def test_chat_gives_what_generate_gives_for_its_prompt(engine: LLMEngine) -> Non
     found = asyncio.run(streamed())
     assert found.finished
     assert found.outputs[0].message == message
+
+
+def test_a_stop_string_ends_the_message_too(engine: LLMEngine) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1, seed=3)
+    (output,) = engine.chat(HELLO, params, thinking=False, use_tqdm=False)
+    text = output.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    (stopped,) = engine.chat(HELLO, replace(params, stop=[stop]), thinking=False, use_tqdm=False)
+    assert stopped.outputs[0].stop_reason == stop
+    message = stopped.outputs[0].message
+    assert message is not None
+    assert message.content == text[: text.index(stop)].lstrip("\n")
 
 
 def test_what_cannot_be_served_is_refused_and_the_engine_goes_on(engine: LLMEngine) -> None:

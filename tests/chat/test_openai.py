@@ -79,7 +79,7 @@ def test_reasoning_tokens_are_those_before_its_end(
     assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_reasoning
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 2])
+@pytest.mark.parametrize("num_top", [0, 1, 2, -1])
 def test_log_probabilities_stand_beside_reasoning_and_content(num_top: int, script: Script, published_tokenizer: Tokenizer) -> None:
     engine = script("so it</think>é")
     (ids,) = engine.answers
@@ -88,6 +88,8 @@ def test_log_probabilities_stand_beside_reasoning_and_content(num_top: int, scri
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": str(token_id), "logprob": logprob, "bytes": list(published_tokenizer.token_bytes(token_id))}
 
-    entries = [{**entry(i, -0.5), "top_logprobs": [entry(i - 1, -0.25), entry(i, -0.5)][:num_top]} for i in ids]
+    entries = [
+        {**entry(i, -0.5), "top_logprobs": [entry(i - 1, -0.25), entry(i, -0.5)][: num_top if num_top >= 0 else None]} for i in ids
+    ]
     assert found == {"reasoning_content": entries[:2], "content": entries[2:]}
     assert entries[3]["bytes"] == list("é".encode())
