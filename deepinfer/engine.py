@@ -72,7 +72,7 @@ class LLMEngine(ChatMixin):
             raise ConfigError(f"batch_invariant = True: proven on the CPU only, the device is {device}")
         ops = reference_ops(batch_invariant=engine_config.batch_invariant, static_shapes=not on_cpu)
         model = load_model(folder, engine_config.precision, device, ops=ops)
-        return cls(model, Tokenizer.from_folder(folder), engine_config, name=Path(path_or_preset).name)
+        return cls(model, Tokenizer.from_folder(folder), engine_config, name=folder.resolve().name)
 
     def __repr__(self) -> str:
         if self._thread.is_closed:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
@@ -29,6 +30,7 @@ from deepinfer.cli import main
 from tests.chat.conftest import Script
 from tests.chat.conversations import TOOL
 from tests.chat.scripted import EOS, ScriptedEngine
+from tests.chat.test_messages import FAULTS
 from tests.golden import GOLDEN
 
 HELLO = [{"role": "user", "content": "hello <｜User｜>"}]
@@ -199,6 +201,19 @@ def test_what_cannot_be_served_is_refused_and_the_engine_goes_on(engine: LLMEngi
     with pytest.raises(Rejected, match="2 for 1 prompts"):
         engine.chat(HELLO, [params, params], use_tqdm=False)
     assert engine.chat(HELLO, params, use_tqdm=False, format="openai")["usage"]["completion_tokens"] == 2
+
+
+def test_malformed_conversations_do_not_disturb_a_good_one(engine: LLMEngine) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    (expected,) = engine.chat(HELLO, params, use_tqdm=False)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.chat, HELLO, params, use_tqdm=False)
+        for _, arguments in FAULTS:
+            if "add_generation_prompt" not in arguments:
+                with pytest.raises(RecipeError):
+                    engine.chat(**arguments, sampling_params=params, use_tqdm=False)
+        (found,) = running.result()
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_model_without_control_tokens_is_refused() -> None:
