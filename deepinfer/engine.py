@@ -21,6 +21,7 @@ import torch
 from tqdm.auto import tqdm
 
 from deepinfer.backends import choose_backend
+from deepinfer.chat.chat_mixin import ChatMixin
 from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
@@ -40,12 +41,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LLMEngine:
+class LLMEngine(ChatMixin):
     """A model with everything needed to generate from it. Use as a context manager, or `close()` it."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None, *, name: str = "model"
+    ) -> None:
         tokenizer.check_against(model.config)
-        self.tokenizer, self.config = tokenizer, config or EngineConfig()
+        self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
         self._thread = _EngineThread(EngineCore(model, tokenizer, self.config, open_device(model.device)))
@@ -69,7 +72,16 @@ class LLMEngine:
         model = load_model(folder, engine_config.precision, device, ops=backend.ops)
         if backend.compiles:
             compile_model(model)
-        return cls(model, Tokenizer.from_folder(folder), engine_config)
+        return cls(model, Tokenizer.from_folder(folder), engine_config, name=folder.resolve().name)
+
+    def __repr__(self) -> str:
+        if self._thread.is_closed:
+            return f"LLMEngine({self.name!r}, closed)"
+        model, limits = self.model, self._thread.core.limits
+        return (
+            f"LLMEngine({self.name!r}, {model.numerics.precision.name}, on {model.device}, "
+            f"up to {limits.max_num_seqs} sequences of {limits.max_model_len} tokens)"
+        )
 
     @property
     def model(self) -> Transformer:
@@ -231,6 +243,10 @@ class _EngineThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop, core), name="deepinfer-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._core is None
 
     @property
     def core(self) -> EngineCore:

@@ -11,6 +11,7 @@ DeepInferError
 ├── ShapeError
 ├── RequestError
 │   ├── PromptTooLong
+│   ├── RecipeError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
@@ -78,6 +79,22 @@ class RequestError(DeepInferError):
 
 class PromptTooLong(RequestError):
     """The prompt does not fit the model or the cache."""
+
+
+class RecipeError(RequestError):
+    """A conversation, or a setting of it, that cannot be rendered.
+
+    Attributes:
+        place: where the fault is, as one would write it in Python: `messages[2].tool_calls[0].function.name`.
+    """
+
+    def __init__(self, place: str, problem: str) -> None:
+        self.place, self._problem = place, problem
+        super().__init__(f"{place}: {problem}")
+
+    def within(self, part: str, whole: str) -> "RecipeError":
+        """The same fault where `part`, with which the place begins, lies at `whole`."""
+        return RecipeError(whole + self.place.removeprefix(part) if self.place.startswith(part) else self.place, self._problem)
 
 
 class Rejected(RequestError):

@@ -1,9 +1,44 @@
 """What a user gets back. Names are vLLM's, plus a few research fields."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+SHOWN_CHARACTERS = 60  # of a text, in a repr
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for. `arguments` is the JSON text it wrote, which need not be valid JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatMessage:
+    """An answer of the model, taken apart; may stand in the messages of the next `chat`.
+
+    Attributes:
+        reasoning_content: what was written up to `</think>`; None if thinking was off.
+    """
+
+    content: str
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as OpenAI's API spells it, with DeepSeek's key for the reasoning."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +61,7 @@ class CompletionOutput:
         stop_reason: the stop token id that ended it, if it was not the end-of-sequence token.
         seed: the seed this completion was drawn with, whether or not the request brought one.
         accepted_per_step: accepted drafts in each step that gave it tokens, one token of the target besides; None without drafts.
+        message: the answer taken apart, if it was asked for with `chat`.
     """
 
     index: int
@@ -37,6 +73,11 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     seed: int = 0
     accepted_per_step: list[int] | None = None
+    message: ChatMessage | None = None
+
+    def __repr__(self) -> str:
+        end = "running" if self.finish_reason is None else f"finish_reason={self.finish_reason!r}"
+        return f"CompletionOutput({self.index}, {_cut(self.text)}, {len(self.token_ids)} tokens, {end})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +106,17 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     precision: str = "native"
+
+    def __repr__(self) -> str:
+        asked = f"{len(self.prompt_token_ids)} prompt tokens"
+        if self.prompt is not None:
+            asked = f"{_cut(self.prompt)}, {asked}"
+        # Of many completions the first stands for all: a notebook shows lists of outputs.
+        answers = [repr(completion) for completion in self.outputs[:1]]
+        answers += [f"and {len(self.outputs) - 1} more"] * (len(self.outputs) > 1)
+        return f"RequestOutput({self.request_id!r}, {asked} -> {', '.join(answers) or 'nothing'})"
+
+
+def _cut(text: str) -> str:
+    """A text for a repr."""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")

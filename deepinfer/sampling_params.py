@@ -4,7 +4,7 @@ Checks that need the model or the tokenizer are in `deepinfer.sampling_checks`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 from deepinfer.errors import Rejected
@@ -94,6 +94,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        defaults = type(self)()
+        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(defaults, f.name)]
+        return f"SamplingParams({', '.join(f'{name}={shown(getattr(self, name))}' for name in given)})"
 
     def __post_init__(self) -> None:
         for name in _LISTS:

@@ -14,7 +14,7 @@ from deepinfer import errors
 PACKAGE = Path(deepinfer.__file__).parent
 
 # A layer may import itself and the layers before it. `training` and `bench` stand above the engine.
-LAYERS = ["errors", "config", "dims", "ops", "tokens", "model", "checkpoint", "runtime", "engine", "tools", "cli"]
+LAYERS = ["errors", "config", "dims", "ops", "tokens", "chat", "model", "checkpoint", "runtime", "engine", "tools", "cli"]
 LAYER_OF = {
     "errors": "errors",
     "config": "config",
@@ -30,6 +30,7 @@ LAYER_OF = {
     "detokenizer": "tokens",
     "token_map": "tokens",
     "prompts": "tokens",
+    "chat": "chat",
     "model": "model",
     "checkpoint": "checkpoint",
     "presets": "checkpoint",

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer.cli import bench, generate, inspect, new_tiny
+from deepinfer.cli import bench, chat, generate, inspect, new_tiny
 from deepinfer.errors import DeepInferError
 
-COMMANDS: tuple[Any, ...] = (generate, inspect, bench, new_tiny)
+COMMANDS: tuple[Any, ...] = (generate, chat, inspect, bench, new_tiny)
 INPUT_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 
