@@ -16,6 +16,7 @@ from deepinfer.model.linear import Linear, StoredMatrix
 from deepinfer.model.moe import Experts, SharedExpert
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.triton_kernels.packing import (
+    FP8_ROWS,
     LARGEST_HIDDEN,
     PackedMatrix,
     fp4_obstacle,
@@ -93,22 +94,26 @@ class PackedFP4(nn.Module):
 
 
 def pack_model(model: Transformer) -> int:
-    """Pack every matrix that the kernels can read. Mutates `model`; returns how many matrices stayed as they were.
+    """Pack every matrix that the kernels can read. Mutates `model`; returns how many parts stayed as they were.
 
     Only `native` has kernels; in other precisions nothing is packed and nothing counts.
     """
     if not model.numerics.precision.quantize_activations:
         return 0
     refused = 0
+    done: set[StoredMatrix] = set()
+    # Containers come before what they contain, so that matrices of one input are packed together.
     for name, module in model.named_modules():
         reasons: list[str | None] = []
         if isinstance(module, Attention):
-            reasons = [pack_linears([module.wo_a], bf16=True), pack_linears([module.wq_a, module.wkv])]
+            reasons = [pack_linears([module.wo_a], module.config.o_groups), pack_linears([module.wq_a, module.wkv])]
+            done |= {module.wo_a, module.wq_a, module.wkv}
         elif isinstance(module, SharedExpert):
             reasons = [pack_linears([module.w1, module.w3])]
+            done |= {module.w1, module.w3}
         elif isinstance(module, Experts):
             reasons = [pack_experts(module)]
-        elif isinstance(module, Linear) and module.packed is None and not name.endswith((".wo_a", ".wq_a", ".wkv", ".w1", ".w3")):
+        elif isinstance(module, Linear) and module not in done:
             reasons = [pack_linears([module])]
         for reason in filter(None, reasons):
             refused += 1
@@ -116,13 +121,18 @@ def pack_model(model: Transformer) -> int:
     return refused
 
 
-def pack_linears(matrices: Sequence[StoredMatrix], bf16: bool = False) -> str | None:
+def pack_linears(matrices: Sequence[StoredMatrix], groups: int = 0) -> str | None:
     """Pack FP8 matrices that share an input as one, each also a part of it; bf16 matrices are left alone.
 
+    Args:
+        groups: if not 0, the matrix is for `forward_groups`, whose activations are not rounded.
     Returns: why they cannot be packed, or None. Mutates the matrices unless there is a reason.
     """
     if any(matrix.fmt != "fp8" for matrix in matrices):
         return None
+    bf16 = groups > 0
+    if bf16 and matrices[0].out_features // groups % FP8_ROWS:
+        return f"its groups have {matrices[0].out_features // groups} rows, not a multiple of {FP8_ROWS}"
     for matrix in matrices:
         if reason := fp8_obstacle(matrix.weight, matrix.scale, bf16):
             return reason

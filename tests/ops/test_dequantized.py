@@ -11,8 +11,8 @@ from tests.kernels import random_activations, random_fp4, random_fp8
 from tests.tolerances import check_close
 
 
-def test_codes_become_values_by_arithmetic() -> None:
-    codes = torch.arange(16)
+def test_codes_become_values_by_their_bits() -> None:
+    codes = torch.arange(16, dtype=torch.int32)
     expected = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
     assert torch.equal(e2m1_value(codes), expected)
 
