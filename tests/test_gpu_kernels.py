@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from deepinfer.model.moe import Experts
 from deepinfer.model.numerics import Numerics, inductor_ops, precision_named, reference_ops, triton_ops
+from deepinfer.model.packed_weights import pack_model
 from deepinfer.model.plain_forms import combine
 from deepinfer.ops.elementwise import rms_norm
 from deepinfer.ops.formats import dequantize_fp8
 from deepinfer.ops.matmul import block_matmul
 from deepinfer.ops.quantize import round_fp8
 from deepinfer.ops.triton_kernels.packing import (
+    CHECKPOINT_ORDER,
     MMA_SYNC,
     WGMMA,
     channel_places,
@@ -404,3 +406,33 @@ def test_values_of_packed_weights_are_the_stored_ones_on_the_device() -> None:
         again, scale_again = unpack(pack(weight, scale))
         assert torch.equal(again.view(torch.uint8), weight.view(torch.uint8))
         assert torch.equal(scale_again, scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 130])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (5120, 2304), (1792, 5120)])
+def test_the_block_scaled_linear_agrees_with_its_plain_twin(n: int, k: int, tokens: int) -> None:
+    from deepinfer.ops.triton_kernels.block_scaled import block_scaled_linear, quantize_codes
+
+    (weight, scale), x = random_fp8(n, k, device="cuda"), random_activations(tokens, k, "cuda")
+    codes, code_scales = quantize_codes(x)
+    values = codes.float() * torch.exp2(code_scales.float() - 127).repeat_interleave(32, dim=1)
+    assert torch.equal(values, round_fp8(x.float()))
+    expected = block_matmul(round_fp8(x).float(), dequantize_fp8(weight, scale)).bfloat16()
+    check_kernel(block_scaled_linear(codes, code_scales, weight, scale.view(torch.uint8)), expected, "kernel", f"{tokens} tokens")
+    x[-1, 40] = float("nan")
+    observed = block_scaled_linear(*quantize_codes(x), weight, scale.view(torch.uint8))
+    assert observed[-1].isnan().all()
+    assert not observed[:-1].isnan().any()
+
+
+@torch.no_grad()
+def test_a_feed_forward_in_the_checkpoints_layout_agrees_with_the_plain_one() -> None:
+    x = random_activations(19, 256, "cuda")
+    plain = random_model(packable_config(), device="cuda", ops=reference_ops())
+    # Packed by what this device is, the model would not keep the layout.
+    native = random_model(packable_config(), device="cuda", ops=replace(triton_ops(), packs_weights=False))
+    assert pack_model(native, CHECKPOINT_ORDER) == 2
+    assert native.layers[0].ffn.experts.w1.block_scaled
+    check_kernel(native.layers[0].ffn(x), plain.layers[0].ffn(x), "expert kernel", "feed-forward")
+    ids = torch.randint(277, (2, 20), device="cuda")
+    assert native(ids).isfinite().all()

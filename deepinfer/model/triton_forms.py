@@ -1,12 +1,13 @@
 """What quantised matrices do, by the Triton kernels of `ops/triton_kernels`, over weights that `packed_weights.py` has packed.
 
+On devices that multiply block-scaled codes themselves, matrices stay as they are and go through `block_scaled_forms.py`.
 A matrix that could not be packed, and every precision but `native`, goes through the forms for a compiler instead.
 """
 
 from typing import TYPE_CHECKING
 
 from deepinfer.dims import Float, Int, Tensor
-from deepinfer.model import inductor_forms
+from deepinfer.model import block_scaled_forms, inductor_forms
 from deepinfer.ops.triton_kernels.fp4_experts import fp4_experts
 from deepinfer.ops.triton_kernels.fp8_linear import fp8_linear, fp8_linear_bf16
 from deepinfer.ops.triton_kernels.packing import WGMMA, permute_channels
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 def linear(x: Float[Tensor, "T K"], matrix: "StoredMatrix", numerics: "Numerics") -> Float[Tensor, "T N"]:
     """Quantise, then one product."""
+    if matrix.block_scaled:
+        return block_scaled_forms.linear(x, matrix)
     if matrix.packed is None:
         return inductor_forms.linear(x, matrix, numerics)
     return fp8_linear(*quantize_activations(x, WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals)
@@ -50,6 +53,8 @@ def experts(
     x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"], stack: "Experts"
 ) -> Float[Tensor, "T K D"]:
     """Three launches for all pairs."""
+    if stack.w2.block_scaled:
+        return block_scaled_forms.experts(x, weights, ids, stack)
     if stack.w2.packed is None or stack.w1.packed is None:
         return inductor_forms.experts(x, weights, ids, stack)
     up, down = stack.w1.packed.tensors(), stack.w2.packed.tensors()

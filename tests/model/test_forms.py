@@ -11,6 +11,7 @@ from deepinfer.model.moe import Experts
 from deepinfer.model.numerics import Numerics, inductor_ops, precision_named, reference_ops
 from deepinfer.model.packed_weights import pack_experts, pack_linears, pack_model
 from deepinfer.model.transformer import Transformer
+from deepinfer.ops.triton_kernels.packing import CHECKPOINT_ORDER
 from deepinfer.presets import random_model, tiny_config
 from tests.golden import CASES, GOLDEN, recorded, shared_model
 from tests.kernels import packable_config, random_activations, random_fp4
@@ -136,3 +137,18 @@ def test_members_of_a_packed_stack_are_unpacked_one_by_one() -> None:
         assert torch.equal(matrix.values(torch.float32), values)
         assert torch.equal(matrix.values(torch.float32, 5), values[5])
         assert torch.equal(matrix.values(torch.float32, torch.tensor([6, 0])), values[[6, 0]])
+
+
+@torch.no_grad()
+def test_the_checkpoint_layout_packs_only_the_matrix_whose_activations_are_not_quantised() -> None:
+    model = random_model(packable_config(), device="cpu")
+    expected = model(IDS)
+    assert pack_model(model, CHECKPOINT_ORDER) == 2
+    attn, ffn = model.layers[0].attn, model.layers[0].ffn
+    assert attn.wo_a.packed is not None
+    for matrix in (attn.wq_a, attn.wkv, attn.wq_b, attn.wo_b, ffn.shared_experts.w1, ffn.experts.w3):
+        assert matrix.block_scaled
+        assert matrix.packed is None
+    # 192 channels do not fill the kernel's steps.
+    assert not model.layers[1].engram.wkv.block_scaled
+    assert torch.equal(model(IDS), expected)

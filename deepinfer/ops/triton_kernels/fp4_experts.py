@@ -1,6 +1,6 @@
 """The routed experts of a MoE layer with FP4 weights: route, up with SwiGLU and quantisation, down. No host synchronisation.
 
-The plain twin is `Experts._one_by_one` of `model/moe.py`. Three launches:
+The plain twin is `experts` of `model/plain_forms.py`. Three launches:
 
 * `routing.prepare`: activations quantised, pairs sorted by expert;
 * up: w1 and w3, interleaved by 8 rows so that gate and up of a channel meet in one thread. After the loop: the roundings to

@@ -3,7 +3,7 @@
 No sort and no look from the host: a product has programs for as many experts as could be active, and those behind the last
 active one return at once. The launch that counts also quantises the activations, since the products wait for both.
 A *pair* is `token * topk + choice`. Pairs are ordered by expert, then by token.
-The plain twins are `Experts._one_by_one` and `combine` of `model/moe.py`.
+The plain twins are `experts` and `combine` of `model/plain_forms.py`.
 """
 
 from typing import NamedTuple
@@ -117,14 +117,30 @@ def prepare(x: Tensor, ids: Tensor, num_experts: int, split: bool, pdl: bool) ->
         split: list experts with more than TOKEN_TILE pairs from the back of the list.
     """
     (t, k), pairs, device = x.shape, ids.numel(), x.device
-    pair_tiles = triton.cdiv(pairs, PAIR_TILE)
     prepared = Prepared(
         torch.empty(t, k, dtype=torch.float16, device=device),
         torch.empty(t, dtype=torch.float32, device=device),
         torch.empty(pairs, dtype=torch.int32, device=device),
         torch.empty(pairs, LIST_FIELDS, dtype=torch.int32, device=device),
     )
-    prepare_kernel[(1 + pair_tiles + t,)](
+    launch(x, ids, prepared, t, num_experts, split, pdl)
+    return prepared
+
+
+def prepare_order(ids: Tensor, num_experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """`order` and `active` alone."""
+    unused = torch.empty(1, dtype=torch.float32, device=ids.device)
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    active = torch.empty(ids.numel(), LIST_FIELDS, dtype=torch.int32, device=ids.device)
+    launch(unused[None], ids, Prepared(unused, unused, order, active), 0, num_experts, False, pdl)
+    return order, active
+
+
+def launch(x: Tensor, ids: Tensor, prepared: Prepared, tokens: int, num_experts: int, split: bool, pdl: bool) -> None:
+    """List, sort, and quantise the first `tokens` tokens."""
+    pairs, k = ids.numel(), x.shape[1]
+    pair_tiles = triton.cdiv(pairs, PAIR_TILE)
+    prepare_kernel[(1 + pair_tiles + tokens,)](
         x,
         ids,
         *prepared,
@@ -141,7 +157,6 @@ def prepare(x: Tensor, ids: Tensor, num_experts: int, split: bool, pdl: bool) ->
         num_warps=8,
         **launch_options(pdl),
     )
-    return prepared
 
 
 @torch.library.custom_op("deepinfer::combine_experts", mutates_args=(), device_types="cuda")
