@@ -303,6 +303,13 @@ def test_experts_that_get_every_token_and_experts_that_get_none() -> None:
     assert torch.equal(case.run(*many), torch.cat([case.run(*everyone)] * 3))
 
 
+def test_many_tokens_are_computed_in_pieces() -> None:
+    case, batch = experts_case(256, 256, 12), routed(2100, 256, 12)
+    whole = case.run(*batch)
+    assert torch.equal(whole[:130], case.run(*batch.rows(slice(130))))
+    assert torch.equal(whole[-70:], case.run(*batch.rows(slice(-70, None))))
+
+
 def test_pairs_of_experts_that_are_not_held_give_zeros() -> None:
     case, batch = published_experts(), routed(50)
     elsewhere = batch.ids >= 20

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.ops.triton_kernels.launch import launch_options
-from deepinfer.ops.triton_kernels.quantize import blocks_of, store_quantized
+from deepinfer.ops.triton_kernels.quantize import blocks_of, store_quantized, warps_of
 
 PAIR_TILE = 64
 LIST_FIELDS = 4  # expert, its first place in the order, the place behind its last, unused
@@ -154,7 +154,7 @@ def launch(x: Tensor, ids: Tensor, prepared: Prepared, tokens: int, num_experts:
         max(16, triton.next_power_of_2(num_experts + 1)),
         split,
         pdl,
-        num_warps=8,
+        num_warps=warps_of(tokens),
         **launch_options(pdl),
     )
 
