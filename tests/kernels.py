@@ -8,6 +8,7 @@ from torch import Tensor
 from deepinfer.config import ModelConfig
 from deepinfer.ops.formats import BLOCK
 from deepinfer.presets import tiny_config
+from tests.tolerances import check_close
 
 TOP_EXPONENT = 119  # products of a few thousand channels with activations of order 1 are then of order 1
 
@@ -43,6 +44,12 @@ def random_activations(
     x = x * torch.exp(torch.randn(tokens, channels // BLOCK, 1, device=device))
     x[:, 1] = 0
     return x.flatten(1).to(dtype)
+
+
+def check_kernel(observed: Tensor, expected: Tensor, subject: str, name: str) -> None:
+    """`check_close` in units of the expected values' root mean square."""
+    unit = expected.double().square().mean().sqrt()
+    check_close(observed.double() / unit, expected.double() / unit, subject, "other sums", name)
 
 
 def packable_config() -> ModelConfig:

@@ -33,8 +33,7 @@ from deepinfer.ops.triton_kernels.packing import (
     unpack_fp8,
 )
 from deepinfer.presets import flash_slice, random_model
-from tests.kernels import packable_config, random_activations, random_fp4, random_fp8
-from tests.tolerances import check_close
+from tests.kernels import check_kernel, packable_config, random_activations, random_fp4, random_fp8
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -106,11 +105,6 @@ def linear_case(name: str) -> LinearCase:
         return fp8_linear_bf16(permute_channels(x, WGMMA), *packed, arrivals, groups)
 
     return LinearCase(x, expected, run_groups)
-
-
-def check_kernel(observed: Tensor, expected: Tensor, subject: str, name: str) -> None:
-    unit = expected.double().square().mean().sqrt()
-    check_close(observed.double() / unit, expected.double() / unit, subject, "other sums", name)
 
 
 def check_repeats(run: Callable[[], Tensor]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deepinfer.checkpoint.load import load_model
+from deepinfer.model.linear import Linear
 from deepinfer.model.moe import Experts
 from deepinfer.model.numerics import Numerics, inductor_ops, precision_named, reference_ops
 from deepinfer.model.packed_weights import pack_experts, pack_linears, pack_model
@@ -14,7 +15,7 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.ops.triton_kernels.packing import CHECKPOINT_ORDER
 from deepinfer.presets import random_model, tiny_config
 from tests.golden import CASES, GOLDEN, recorded, shared_model
-from tests.kernels import packable_config, random_activations, random_fp4
+from tests.kernels import check_kernel, packable_config, random_activations, random_fp4, random_fp8
 from tests.tolerances import TABLE, check_close
 
 IDS = torch.randint(277, (2, 21), generator=torch.Generator().manual_seed(0))
@@ -35,6 +36,17 @@ def test_the_form_for_a_compiler_agrees_with_the_plain_one_in_float32_to_the_ord
     config = tiny_config()
     plain, compilable = (random_model(config, precision="float32", device="cpu", ops=o) for o in (reference_ops(), inductor_ops()))
     check_close(compilable(IDS), plain(IDS), "continuation", "float32")
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_linear_for_a_compiler_rounds_as_the_plain_one(tokens: int) -> None:
+    linear = Linear(256, 96, "fp8", Numerics(precision=precision_named("native"), ops=inductor_ops()))
+    linear.weight, linear.scale = (nn.Parameter(t, requires_grad=False) for t in random_fp8(96, 256))
+    x = random_activations(tokens, 256)
+    check_kernel(linear(x), reference_ops().linear(x, linear, linear.numerics), "kernel", "linear")
+    groups = random_activations(tokens, 512).unflatten(1, (2, 256))
+    plain = reference_ops().grouped_linear(groups, linear, linear.numerics)
+    check_kernel(linear.forward_groups(groups), plain, "kernel", "groups")
 
 
 def quantized_experts(expert_ids: tuple[int, ...] | None = None) -> Experts:
@@ -60,7 +72,7 @@ def test_experts_for_a_compiler_agree_with_one_expert_after_the_other(tokens: in
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
     observed = stack(x, weights, ids)
     plain = reference_ops().experts(x, weights, ids, stack)
-    check_close(observed, plain, "expert kernel", "other sums")
+    check_kernel(observed, plain, "expert kernel", "experts")
     if expert_ids is not None:
         elsewhere = ~torch.isin(ids, torch.tensor(expert_ids))
         assert not observed[elsewhere].any()
