@@ -37,6 +37,7 @@ LAYER_OF = {
     "inspect_checkpoint": "checkpoint",
     "runtime": "runtime",
     "engine": "engine",
+    "backends": "engine",
     "training": "tools",
     "bench": "tools",
     "cli": "cli",

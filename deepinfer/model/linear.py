@@ -50,6 +50,8 @@ class StoredMatrix(nn.Module):
         # What the weights were repacked to, and the larger whole that matrices of one input make together.
         self.packed: PackedWeights | None = None
         self.joined: PackedWeights | None = None
+        # The device multiplies the stored codes and scales as they are.
+        self.block_scaled = False
 
     @property
     def is_quantized(self) -> bool:

@@ -1,5 +1,6 @@
 """What quantised matrices do, by the Triton kernels of `ops/triton_kernels`, over weights that `packed_weights.py` has packed.
 
+On devices that multiply block-scaled codes themselves, matrices stay as they are and go through `block_scaled_forms.py`.
 A matrix that could not be packed, and every precision but `native`, goes through the forms for a compiler instead.
 """
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model import inductor_forms
+from deepinfer.model import block_scaled_forms, inductor_forms
 from deepinfer.ops.attend import attend as plain_attend
 from deepinfer.ops.triton_kernels import attention
 from deepinfer.ops.triton_kernels import float32_linear as float32
@@ -37,6 +38,8 @@ def linear(x: Float[Tensor, "T K"], matrix: "StoredMatrix", numerics: "Numerics"
     """Quantise, then one product. bfloat16 weights have the product of `float32_linear`."""
     if matrix.fmt == "bf16" and matrix.expanded is None:
         return float32.float32_linear(x, matrix.weight).to(x.dtype)
+    if matrix.block_scaled:
+        return block_scaled_forms.linear(x, matrix)
     if matrix.packed is None:
         return inductor_forms.linear(x, matrix, numerics)
     return fp8_linear(*quantize_activations(x, WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals)
@@ -66,6 +69,8 @@ def experts(
     x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"], stack: "Experts"
 ) -> Float[Tensor, "T K D"]:
     """Three launches for all pairs."""
+    if stack.w2.block_scaled:
+        return block_scaled_forms.experts(x, weights, ids, stack)
     if stack.w2.packed is None or stack.w1.packed is None:
         return inductor_forms.experts(x, weights, ids, stack)
     up, down = stack.w1.packed.tensors(), stack.w2.packed.tensors()
