@@ -163,8 +163,12 @@ class EngineCore:
         for index in range(request.params.n):
             self._next_seq_id += 1
             sequences.append(Sequence.open(request, index, self._next_seq_id, self.outputs.tokenizer))
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        # Whoever wants something of every row has to compute every row.
+        if len(request.prompt_token_ids) > 1 and not request.params.returns_features:
+            self.scheduler.add(sequences[0], sequences[1:])
+        else:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
 

@@ -89,6 +89,8 @@ class Worker:
 
         @torch.inference_mode()
         def forward() -> None:
+            for kind, source, target in plan.copies_before:
+                (self.cache.copy_slot if kind == "slot" else self.cache.copy_block)(source, target)
             if padded is not None:
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
                 return
