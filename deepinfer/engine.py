@@ -170,7 +170,14 @@ class LLMEngine(ChatMixin):
             raise Rejected(f"sampling_params: expected SamplingParams or a list of them, got {type(sampling_params).__name__}")
         if len(params) != len(prompts):
             raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
-        return [self._request(core, index, prompt, p) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+        requests = []
+        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(core, index, prompt, p))
+            except DeepInferError as error:
+                error.prompt_index = index
+                raise
+        return requests
 
     def _request(self, core: EngineCore, index: int, prompt: Prompt, params: Any) -> Request:
         if not isinstance(params, SamplingParams):
@@ -198,7 +205,7 @@ class LLMEngine(ChatMixin):
             arrival_s=time.monotonic(),
             bad_words=bad_words,
         )
-        check_something_can_be_drawn(request, f"prompt {index}")
+        check_something_can_be_drawn(request, f"prompt {index}", config.vocab_size)
         core.limits.check_fits(request, f"prompt {index}")
         return request
 

@@ -15,6 +15,7 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
+│   └── NothingToDraw
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -25,7 +26,13 @@ This module imports nothing.
 
 
 class DeepInferError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        prompt_index: which of the prompts handed in together cannot be served; None if it is about nothing of that kind.
+    """
+
+    prompt_index: int | None = None
 
 
 class ConfigError(DeepInferError):
@@ -107,6 +114,10 @@ class CapacityError(DeepInferError):
 
 class StepError(DeepInferError):
     """A step failed on the device."""
+
+
+class NothingToDraw(StepError):
+    """A request's logits are not finite, or what it forbids leaves no token; the message names it. Other requests go on."""
 
 
 class EngineClosed(DeepInferError):

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 SHOWN_CHARACTERS = 60  # of a text, in a repr
 
 
@@ -57,9 +60,13 @@ class CompletionOutput:
     Attributes:
         text: of all tokens but the one that stopped it; special tokens are left out if the parameters say so.
         logprobs: for each token a map of token id to `Logprob`: the chosen token, then the most probable ones.
-        finish_reason: None while running; "stop" for the end-of-sequence token or a stop id, "length" for a limit.
-        stop_reason: the stop token id that ended it, if it was not the end-of-sequence token.
+        cumulative_logprob: sum over all tokens so far.
+        finish_reason: None while running; "stop" for the end-of-sequence token, a stop id or a stop string, "length" for a limit.
+        stop_reason: the stop string or the stop token id that ended it; None for the end-of-sequence token.
         seed: the seed this completion was drawn with, whether or not the request brought one.
+        hidden_states: float32 [T - 1, D] once finished, if asked for: the state before the final norm at each token of prompt and
+            output but the last, which was never fed. Row i is what token i + 1 was drawn from.
+        routed_experts: int32 [T - 1, layers, experts of a token] once finished, if asked for, of the same tokens; backbone layers.
         accepted_per_step: accepted drafts in each step that gave it tokens, one token of the target besides; None without drafts.
         message: the answer taken apart, if it was asked for with `chat`.
     """
@@ -72,6 +79,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     seed: int = 0
+    hidden_states: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    routed_experts: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
     accepted_per_step: list[int] | None = None
     message: ChatMessage | None = None
 
@@ -95,12 +104,15 @@ class RequestOutput:
     """State of one request; `finished` says whether it is final.
 
     Attributes:
+        prompt_logprobs: for each prompt token a map of token id to `Logprob`: the token itself, then the most probable ones in
+            its place; None for the first token, which follows nothing.
         precision: the rounding points that were used.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None

@@ -115,6 +115,16 @@ class SamplingParams:
         return max(self.min_tokens, len(self.forced_token_ids) - 1)
 
     @property
+    def returns_features(self) -> bool:
+        """Whether something of every fed token comes back."""
+        return self.return_hidden_states or self.return_routed_experts
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether no prompt token may be skipped because its cache rows are known."""
+        return self.prompt_logprobs is not None or self.returns_features
+
+    @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as it is kept."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)

@@ -45,6 +45,7 @@ LAYER_OF = {
 WITHOUT_TORCH = [
     "runtime/request",
     "runtime/stop_strings",
+    "runtime/shared_prompt",
     "runtime/sequence",
     "runtime/plan",
     "runtime/ids",

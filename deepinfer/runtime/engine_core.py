@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tqdm.auto import tqdm
 
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, StepError
+from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, NothingToDraw, StepError
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
@@ -89,7 +89,18 @@ class EngineCore:
     def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
+        for event in events:
+            if event.result.failure is not None:
+                self._end_failed(event.sequence.request, event.result.failure)
         self.outputs.process(events)
+
+    def _end_failed(self, request: Request, failure: str) -> None:
+        """End all completions of a request of which one cannot go on; the others' steps in flight become stale."""
+        live = self.outputs.live.pop(request.request_id, None)
+        if live is not None:
+            for sequence in live.sequences:
+                self.scheduler.abort(sequence)
+            live.on_error(NothingToDraw(f"request {request.request_id}: {failure}"))
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
@@ -157,8 +168,12 @@ class EngineCore:
         for index in range(request.params.n):
             self._next_seq_id += 1
             sequences.append(Sequence.open(request, index, self._next_seq_id, self.outputs.tokenizer))
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        # Whoever wants something of every row has to compute every row.
+        if len(request.prompt_token_ids) > 1 and not request.params.returns_features:
+            self.scheduler.add(sequences[0], sequences[1:])
+        else:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
 

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.errors import DeepInferError
 from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -40,6 +43,7 @@ class LiveRequest:
     on_output: Callable[[RequestOutput], None]
     on_error: Callable[[DeepInferError], None]
     first_token_s: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -112,6 +116,17 @@ class OutputProcessor:
             entries.setdefault(other, Logprob(value, rank, self.tokenizer.decode([other], skip_special_tokens=False)))
         return entries
 
+    def _prompt_logprobs(self, live: LiveRequest) -> list[dict[int, Logprob] | None] | None:
+        """As far as they are known; the first completion's steps score the prompt for all."""
+        request = live.request
+        if request.params.prompt_logprobs is None:
+            return None
+        known = live.prompt_logprobs
+        scores = live.sequences[0].prompt_scores[len(known) - 1 :]
+        for token, around in zip(request.prompt_token_ids[len(known) :], scores, strict=False):
+            known.append(self._around(token, around))
+        return list(known)
+
     def snapshot(self, live: LiveRequest) -> RequestOutput:
         """An immutable view of the request now."""
         finished = live.is_finished
@@ -126,6 +141,7 @@ class OutputProcessor:
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[self._completion(c) for c in live.completions],
             finished=finished,
+            prompt_logprobs=self._prompt_logprobs(live),
             metrics=metrics,
             precision=self.precision,
         )
@@ -139,6 +155,7 @@ class OutputProcessor:
                 c.text += c.detokenizer.finish()
             c.is_flushed = True
         with_logprobs = c.sequence.request.params.logprobs is not None
+        hidden, experts = features_of(c.sequence)
         return CompletionOutput(
             index=c.sequence.index,
             text=c.text,
@@ -148,5 +165,17 @@ class OutputProcessor:
             finish_reason=c.sequence.finish_reason,
             stop_reason=c.sequence.stop_reason,
             seed=c.sequence.seed,
+            hidden_states=hidden,
+            routed_experts=experts,
             accepted_per_step=list(c.accepted_per_step) if self.is_speculative else None,
         )
+
+
+def features_of(sequence: Sequence) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
+    """Hidden states and experts of every token but the last, once the sequence is over."""
+    if sequence.status is not Status.FINISHED:
+        return None, None
+    count = len(sequence.token_ids) - 1
+    hidden = [piece.hidden_states for piece in sequence.observed if piece.hidden_states is not None]
+    experts = [piece.routed_experts for piece in sequence.observed if piece.routed_experts is not None]
+    return (np.concatenate(hidden)[:count] if hidden else None), (np.concatenate(experts)[:count] if experts else None)

@@ -5,16 +5,27 @@ difference is whether the result of step N has been applied when step N + 1 is p
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deepinfer.errors import CapacityError
+from deepinfer.outputs import FinishReason
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.ids import IdPool
-from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
+from deepinfer.runtime.plan import (
+    NOT_IN_LAST_STEP,
+    CacheCopy,
+    Observed,
+    SchedulerOutputs,
+    SequencePlan,
+    SequenceResult,
+    StepKind,
+    StepResult,
+)
 from deepinfer.runtime.release import DeferredRelease
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
+from deepinfer.runtime.shared_prompt import SharedPrompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +70,7 @@ class SchedulerCounters:
     preemptions: int = 0
     stale_results: int = 0
     chunked_prefills: int = 0
+    forks: int = 0  # completions that took over the rows of a prompt
     verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
     drafted: int = 0  # drafts proposed, whether or not they got a row
     verified_at: list[int] = field(default_factory=list)  # by place in the proposal
@@ -96,27 +108,41 @@ class Scheduler:
         self.release = DeferredRelease(self.blocks, self.slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.shared_prompts = SharedPrompts()
         self.counters = SchedulerCounters()
         self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
         # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
         self._last_row_of: dict[int, tuple[int, int]] = {}
         self._last_proposed = False  # whether the newest planned step drafts tokens
+        self._copies: list[CacheCopy] = []  # to be made before the step that is being planned
         self._next_step = 0
 
     # ---- adding and removing ------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
+    def add(self, sequence: Sequence, followers: Iterable[Sequence] = ()) -> None:
+        """Queue a sequence, and completions of the same new request that start from its prompt's rows.
+
+        Raises `CapacityError` if it could never run, naming the sizes.
+        """
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
         self.waiting.append(sequence)
+        self.shared_prompts.add(sequence, list(followers))
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
         if sequence.status is Status.FINISHED:
             return
-        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        if not self.shared_prompts.forget(sequence):
+            (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+            self._queue_followers(self.shared_prompts.part(sequence))
         sequence.finish_reason = "abort"
         self._retire(sequence, Status.FINISHED)
+
+    def _queue_followers(self, followers: list[Sequence]) -> None:
+        """Let the first of them compute the prompt for the others, before newer requests."""
+        if followers:
+            self.waiting.appendleft(followers[0])
+            self.shared_prompts.add(followers[0], followers[1:])
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +160,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
             start = sequence.next_position
-            count = min(self._wanted(sequence, start), budget)
+            count = self.shared_prompts.cut(sequence, start, min(self._wanted(sequence, start), budget))
             if count == 0:
                 continue
             reserved = self._reserve(sequence, start + count)
@@ -149,6 +175,10 @@ class Scheduler:
                 budget -= count
             else:
                 everyone_fits = False
+        for leader, row in tuple(planned):
+            for plan in self._fork(leader, row.start, budget if everyone_fits else 0):
+                planned.append(plan)
+                budget -= 1
         if everyone_fits:
             planned += [(sequence, self._plan(sequence, start, count)) for sequence, start, count in self._admit(budget)]
         return self._commit_plan(planned)
@@ -195,18 +225,38 @@ class Scheduler:
         return self.blocks.num_free + len(self.release.held_blocks) >= self._missing_blocks(sequence, end)
 
     def _admit(self, budget: int) -> Iterator[tuple[Sequence, int, int]]:
-        while self.waiting and budget > 0 and self.slots.num_free > 0:
+        # A follower that finds no slot when its leader reaches the fork computes the prompt again.
+        kept = self.shared_prompts.num_waiting(self.running)
+        while self.waiting and budget > 0 and self.slots.num_free > kept:
             sequence = self.waiting[0]
-            count = min(len(sequence.token_ids), budget)
+            count = self.shared_prompts.cut(sequence, 0, min(len(sequence.token_ids), budget))
             if not self._reserve(sequence, count):
                 break
             self.waiting.popleft()
             (sequence.slot,) = self.slots.take(1)
             sequence.status = Status.RUNNING
             self.running.append(sequence)
+            kept += self.shared_prompts.num_waiting([sequence])
             self.counters.chunked_prefills += count < len(sequence.token_ids)
             budget -= count
             yield sequence, 0, count
+
+    def _fork(self, leader: Sequence, start: int, budget: int) -> Iterator[tuple[Sequence, SequencePlan]]:
+        """Plan the last prompt row of completions that fork from `leader` in this step; those without room queue up."""
+        followers = self.shared_prompts.due(leader, start)
+        assert leader.slot is not None
+        while followers and budget > 0 and self.slots.num_free > 0 and self._reserve(followers[0], start + 1):
+            follower = followers.pop(0)
+            (follower.slot,) = self.slots.take(1)
+            follower.status, follower.confirmed = Status.RUNNING, start
+            self.running.append(follower)
+            self.counters.forks += 1
+            self._copies.append(CacheCopy("slot", leader.slot, follower.slot))
+            blocks = zip(leader.blocks, follower.blocks[: self.limits.blocks_for(start)], strict=False)
+            self._copies += [CacheCopy("block", source, target) for source, target in blocks]
+            budget -= 1
+            yield follower, self._plan(follower, start, 1)
+        self._queue_followers(followers)
 
     def _plan(self, sequence: Sequence, start: int, count: int) -> SequencePlan:
         known = len(sequence.token_ids)
@@ -225,9 +275,17 @@ class Scheduler:
             n_drafts=count - 1 if continues else 0,
             remap=self._last_row_of[sequence.seq_id][0] if is_on_device else NOT_IN_LAST_STEP,
             is_sampling=start + count >= known,
+            scored=self._scored(sequence, start, count),
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
         )
+
+    def _scored(self, sequence: Sequence, start: int, count: int) -> range:
+        """Positions among the next rows whose prompt tokens behind them shall get a log probability and have none yet."""
+        if sequence.request.params.prompt_logprobs is None or sequence.index > 0:
+            return range(0)
+        first = max(start, len(sequence.prompt_scores))
+        return range(first, max(first, min(start + count, sequence.num_prompt_tokens - 1)))
 
     def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
         if not planned:
@@ -243,7 +301,9 @@ class Scheduler:
             sequences=tuple(plan for _, plan in planned),
             draft_rows=draft_rows,
             proposes=proposes,
+            copies_before=tuple(self._copies),
         )
+        self._copies = []
         self._next_step, self._last_proposed = self._next_step + 1, proposes
         for sequence, plan in planned:
             sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.n_drafts, plan.is_sampling))
@@ -281,8 +341,13 @@ class Scheduler:
             if ticket.epoch != sequence.epoch:
                 self.counters.stale_results += 1
                 continue
+            if outcome.observed is not None:
+                _observe(sequence, outcome.observed)
             sequence.confirmed += ticket.q_cap - ticket.n_drafts
-            if ticket.is_sampling:
+            if outcome.failure is not None:
+                self._end(sequence, "error")
+                events.append(SequenceEvent(sequence, outcome.first(0)))
+            elif ticket.is_sampling:
                 sequence.confirmed += outcome.num_accepted
                 if ticket.n_drafts:
                     self.counters.count_run(ticket.n_drafts, outcome)
@@ -296,12 +361,15 @@ class Scheduler:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            _set_finish_reason(sequence, token)
-            if sequence.finish_reason is not None:
-                self.running.remove(sequence)
-                self._retire(sequence, Status.FINISHED)
+            if (reason := _finish_reason(sequence, token)) is not None:
+                self._end(sequence, reason)
                 return count
         return len(token_ids)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.running.remove(sequence)
+        sequence.finish_reason = reason
+        self._retire(sequence, Status.FINISHED)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it will be computed again from its known tokens, before newer requests."""
@@ -332,8 +400,17 @@ class Scheduler:
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
 
 
-def _set_finish_reason(sequence: Sequence, token: int) -> None:
-    """Decide whether the newest token ends its sequence: a stop token before a stop string before the length."""
+def _observe(sequence: Sequence, observed: Observed) -> None:
+    """Keep what a step showed of the rows from `confirmed` on, but for those that were seen before a preemption."""
+    sequence.prompt_scores += observed.prompt_scores
+    end = sequence.confirmed + observed.num_rows
+    if end > sequence.num_observed:
+        sequence.observed.append(observed.behind(sequence.num_observed - sequence.confirmed))
+        sequence.num_observed = end
+
+
+def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
+    """Whether the newest token ends its sequence: a stop token before a stop string before the length. Sets `stop_reason`."""
     request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
     may_stop = sequence.num_output_tokens > params.first_free_stop
     is_stop = may_stop and token in request.stop_token_ids
@@ -342,9 +419,9 @@ def _set_finish_reason(sequence: Sequence, token: int) -> None:
     if strings is not None and (not is_stop or params.include_stop_str_in_output):
         found = strings.push(token, may_stop=may_stop and not is_stop)
     if is_stop:
-        sequence.finish_reason = "stop"
         sequence.stop_reason = None if token == request.eos_token_id else token
-    elif found is not None:
-        sequence.finish_reason, sequence.stop_reason = "stop", found
-    elif sequence.num_output_tokens >= request.max_new_tokens:
-        sequence.finish_reason = "length"
+        return "stop"
+    if found is not None:
+        sequence.stop_reason = found
+        return "stop"
+    return "length" if sequence.num_output_tokens >= request.max_new_tokens else None

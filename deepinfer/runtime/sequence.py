@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.outputs import FinishReason
+from deepinfer.runtime.plan import Observed, TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.stop_strings import StopStrings
 from deepinfer.tokenizer import Tokenizer
@@ -48,8 +49,10 @@ class Sequence:
         epoch: raised by preemption, abort and finish; results of an older epoch are stale.
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
-        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
+        prompt_scores: log probabilities of the prompt's tokens from the second on, as far as they are known.
+        observed: hidden states and experts of the first `num_observed` tokens, in pieces.
         stop_strings: finds the request's stop strings, if it has any, in the output so far.
+        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
     """
 
     request: Request
@@ -66,6 +69,9 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     survival: tuple[float, ...] = ()
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    observed: list[Observed] = field(default_factory=list)
+    num_observed: int = 0
     stop_strings: StopStrings | None = None
 
     @classmethod

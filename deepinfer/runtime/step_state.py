@@ -13,6 +13,7 @@ from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model.rows import TRASH_SLOT
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.device import Event
+from deepinfer.runtime.observations import StepObservations
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
 from deepinfer.runtime.staging import to_device
@@ -206,7 +207,7 @@ class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
     `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
-    tensors alive until their copy `host` has been read.
+    tensors alive until their copy `host` has been read; `seen` is the copy of what was observed.
     """
 
     logit_rows: LogitRows | None = None
@@ -215,6 +216,7 @@ class StepBox:
     texts: Continuations | None = None
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None
+    seen: StepObservations | None = None
     copied: Event | None = None
     result: StepResult | None = None
 
@@ -230,3 +232,4 @@ class WorkerStepState:
     outputs: DeviceOutputs
     forward_done: Event
     box: StepBox
+    observed: StepObservations | None = None

@@ -17,6 +17,7 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.ops.noise import DRAFT, TARGET
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
+from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
@@ -61,6 +62,11 @@ def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
     return [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
 
 
+def watched(observed: StepObservations | None) -> list[StepObservations]:
+    """What a launch touches of it."""
+    return [] if observed is None else [observed]
+
+
 class Worker:
     """Owns the model, its cache and the device; single writer of all of them.
 
@@ -92,7 +98,8 @@ class Worker:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
         device, model = self.device.torch_device, self.model
         padded = self._padded_shape(plan)
-        is_static = plan.kind is StepKind.DECODE and self._bucket(len(plan.sequences)) is not None
+        observed = stage_observations(plan, model.config.vocab_size)
+        is_static = plan.kind is StepKind.DECODE and observed is None and self._bucket(len(plan.sequences)) is not None
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
         vocab_size = model.config.vocab_size if self.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
@@ -100,13 +107,18 @@ class Worker:
 
         @torch.inference_mode()
         def forward() -> None:
+            for kind, source, target in plan.copies_before:
+                (self.cache.copy_slot if kind == "slot" else self.cache.copy_block)(source, target)
             if is_static:
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
                 return
             on_device = metadata.to(device)
             layout = build_rows(on_device, before)
             outputs.next_start.copy_((layout.starts + on_device.q_lens)[: len(plan.sequences)])
-            hidden = model.forward_rows(layout.rows, self.cache)
+            with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
+                hidden = model.forward_rows(layout.rows, self.cache)
+            if observed is not None:
+                observed.take(hidden, experts, layout.ends - on_device.q_lens - layout.n_drafts)
             box.logit_rows = logit_rows(on_device, layout, hidden.final)
             if self.num_drafts:
                 assert hidden.main_hidden is not None
@@ -114,7 +126,7 @@ class Worker:
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
-        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *places])
+        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *watched(observed), *places])
         return WorkerStepState(
             plan=plan,
             metadata=metadata,
@@ -123,6 +135,7 @@ class Worker:
             outputs=outputs,
             forward_done=self.device.record(COMPUTE),
             box=box,
+            observed=observed,
         )
 
     def _static_decode(self, metadata: SequenceMetadata) -> StaticDecode:
@@ -180,15 +193,17 @@ class Worker:
         def copy() -> None:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
+            box.seen = None if state.observed is None else state.observed.to_host()
 
         def draft() -> None:
             self._propose(state)
 
         reads = [state.sampling, inputs, *([state.before] if state.before else [])]
         drawn, host = ("drawn", state.plan.step_seq), ("host", state.plan.step_seq)
-        self.device.launch(COMPUTE, sampler, reads=reads, writes=[state.outputs, box, drawn])
+        seen = watched(state.observed)
+        self.device.launch(COMPUTE, sampler, reads=reads, writes=[state.outputs, box, drawn, *seen])
         self.device.wait(COPY, self.device.record(COMPUTE))
-        self.device.launch(COPY, copy, reads=[drawn], writes=[host])
+        self.device.launch(COPY, copy, reads=[drawn, *seen], writes=[host])
         box.copied = self.device.record(COPY)
         if state.plan.proposes:
             # Behind the copy's event: nobody waits for drafts on the host.
@@ -219,8 +234,16 @@ class Worker:
         outputs.sampled[found.groups] = run.gather(1, accepted[:, None]).squeeze(1)
         outputs.next_start[found.groups] += accepted
         box.texts = groups_behind_run(run, accepted) if limits.depend_on_text else None
-        counted = SamplerOutput(token_ids=drawn, emitted=accepted + 1, n_drafts=found.n_drafts, survival=found.survival)
+        counted = SamplerOutput(
+            token_ids=drawn,
+            emitted=accepted + 1,
+            n_drafts=found.n_drafts,
+            survival=found.survival,
+            peaks=constrained.amax(dim=1),
+        )
         box.drawn = report(logits, counted, sampling.num_top)
+        if state.observed is not None:
+            state.observed.score(self.model.logits)
 
     def _logits(self, final: Tensor) -> Tensor:
         """Logits of hidden rows; a single row goes through the arithmetic of several."""
@@ -283,7 +306,9 @@ class Worker:
         if box.result is None:
             assert box.host is not None
             box.result = to_result(state.plan, box.host)
-            box.drawn = box.host = None
+            if box.seen is not None:
+                box.result = with_observations(box.result, state.plan, box.seen)
+            box.drawn = box.host = box.seen = None
         return box.result
 
     def _padded_shape(self, plan: SchedulerOutputs) -> PaddedShape | None:

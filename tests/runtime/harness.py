@@ -20,6 +20,7 @@ from deepinfer.runtime.device import Device, InlineDevice
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.loop import StepLoop
+from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
@@ -54,6 +55,7 @@ class Outcome(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     text: str | None
+    prompt_scores: list[TokenLogprobs]
 
 
 def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Request:
@@ -132,11 +134,16 @@ class Harness:
             for memory in (*cache.rings, *cache.pending.values()):
                 memory[slot] = float("nan")
 
-    def add(self, request: Request) -> Sequence:
-        """Queue one completion of a request."""
-        sequence = Sequence.open(request, 0, len(self.sequences), tiny_tokenizer())
-        self.scheduler.add(sequence)
+    def open(self, request: Request, index: int = 0) -> Sequence:
+        """One completion of a request, not queued yet."""
+        sequence = Sequence.open(request, index, len(self.sequences), tiny_tokenizer())
         self.sequences.append(sequence)
+        return sequence
+
+    def add(self, request: Request, index: int = 0) -> Sequence:
+        """Queue one completion of a request."""
+        sequence = self.open(request, index)
+        self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> bool:
@@ -159,7 +166,12 @@ class Harness:
         """What a sequence has given so far; `text` where the scheduler keeps it."""
         text = None if sequence.stop_strings is None else sequence.stop_strings.text
         return Outcome(
-            sequence.output_token_ids, self.logprobs[sequence.seq_id], sequence.finish_reason, sequence.stop_reason, text
+            sequence.output_token_ids,
+            self.logprobs[sequence.seq_id],
+            sequence.finish_reason,
+            sequence.stop_reason,
+            text,
+            sequence.prompt_scores,
         )
 
 
