@@ -14,6 +14,7 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
+├── RecordingError
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -90,6 +91,10 @@ class CapacityError(DeepInferError):
 
 class StepError(DeepInferError):
     """A step failed on the device."""
+
+
+class RecordingError(DeepInferError):
+    """A recording, or the output of another build, that cannot be read or does not fit what it is compared with."""
 
 
 class EngineClosed(DeepInferError):

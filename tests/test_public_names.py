@@ -36,6 +36,7 @@ LAYER_OF = {
     "engine": "engine",
     "training": "tools",
     "bench": "tools",
+    "golden": "tools",
     "cli": "cli",
 }
 WITHOUT_TORCH = [
