@@ -4,8 +4,8 @@
 Models are observed from outside, and nothing but the command line imports this package.
 """
 
-from deepinfer.golden.compare import compare
-from deepinfer.golden.record import record
+from deepinfer.golden.comparison import compare
+from deepinfer.golden.recorder import record
 from deepinfer.golden.recording import Recording
 from deepinfer.golden.report import Report
 

@@ -20,6 +20,7 @@ A name is the module's name in the checkpoint, alone for its output, or with a f
 | `layers.I.ffn.experts`, `.shared_experts`, `.ffn` | output of each chosen expert `[K, D]`, of the shared one, of all `[D]` |
 | any `Linear` or `RMSNorm` of the checkpoint | its output |
 | `mtp.token_ids`, `.logits`, `.confidence` | proposals, one row for each new token: `[Q]`, `[Q, V]`, `[Q]` |
+| `mtp.inputs` | embeddings of the newest token and of noise tokens, `[Q, D]` |
 | `mtp.J...` | as in a backbone block, one row for each proposal: `[Q, ...]` |
 | `mtp.0.main_norm`, `mtp.J.attn.window.features` | what the draft blocks keep of the backbone's features `[D]`, `[Dh]` |
 
@@ -67,7 +68,7 @@ PROPOSAL_FIELDS = ("mtp.token_ids", "mtp.logits", "mtp.confidence")
 # Last parts of names that are no modules.
 FIELDS = frozenset(
     (
-        *("query", "entry", "window", "features", "entries", "index_keys", "heads", "in"),
+        *("query", "entry", "window", "features", "entries", "index_keys", "heads", "in", "inputs"),
         *("pre", "post", "comb", "scores", "ids", "weights", "selected", "candidates"),
         *("token_ids", "logits", "confidence"),
     )
@@ -134,6 +135,8 @@ class Observation:
 
     def keep(self, name: str, value: Shaped[Tensor, "..."]) -> None:
         """Remember a tensor if its name is wanted."""
+        if self.is_proposal and name == "embed":
+            name = "mtp.inputs"
         is_draft = name.startswith("mtp.")
         if self.is_proposal and not is_draft:
             return
@@ -244,7 +247,8 @@ class _Watch:
 
     def _wants(self, fields: "Fields") -> bool:
         names = [self._named(field) for field in fields]
-        return any(self.seen.wants(name) or self.seen.wants(f"{name}.features") for name in names)
+        names += [f"{name}.features" for name in names]
+        return any(self.seen.wants(name) for name in names) or (self.path == "embed" and self.seen.wants("mtp.inputs"))
 
     def _keep(self, fields: "Fields", args: Any, out: Any) -> None:
         for field, read in fields.items():

@@ -20,8 +20,9 @@ import torch
 from deepinfer.checkpoint.safetensors_file import as_bytes, read_header, write_safetensors
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Shaped, Tensor
-from deepinfer.errors import RecordingError
+from deepinfer.errors import RecordingError, Rejected
 from deepinfer.golden.build_output import BuildOutput, Predictions
+from deepinfer.model.numerics import PRECISIONS
 from deepinfer.model.transformer import Transformer
 from deepinfer.sampling_params import SamplingParams
 
@@ -127,11 +128,16 @@ class Recording:
         return recording
 
     def _check(self) -> None:
-        m = self.manifest
-        valid = isinstance(m.prompts, list) and isinstance(m.tensors, dict) and isinstance(m.sampling, dict | None)
-        prompts = m.prompts if valid else []
-        if not valid or not all(isinstance(p, dict) and _are_ids(p.get("prompt_token_ids")) for p in prompts):
-            raise RecordingError(f"{self.folder / MANIFEST_NAME}: expected a list of prompts with their token ids")
+        m, where = self.manifest, self.folder / MANIFEST_NAME
+        valid = isinstance(m.prompts, list) and isinstance(m.tensors, dict) and isinstance(m.config, dict)
+        if not valid or not all(isinstance(p, dict) and _are_ids(p.get("prompt_token_ids")) for p in m.prompts):
+            raise RecordingError(f"{where}: expected a list of prompts with their token ids")
+        if m.precision not in PRECISIONS:
+            raise RecordingError(f"{where}: precision {m.precision!r}: expected one of {', '.join(PRECISIONS)}")
+        try:
+            m.params()
+        except (TypeError, Rejected) as error:
+            raise RecordingError(f"{where}: sampling: {error}") from error
 
     def save_manifest(self) -> None:
         """Write `golden.json`."""

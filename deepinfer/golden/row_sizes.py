@@ -33,6 +33,7 @@ def row_sizes(model: Transformer, patterns: Sequence[str], num_tokens: int) -> d
     with observing(model, patterns) as observation:
         observation.rows = rows
         hidden = model.forward_rows(rows, cache)
+        model.logits(hidden.final)
         if observation.wants_drafts and hidden.main_hidden is not None:
             model.observe_draft(hidden.main_hidden, rows, cache)
         for name, value in observation.take().items():

@@ -66,14 +66,18 @@ def compare_tensors(
     precision: str,
     tolerances: Tolerances,
     where: str,
+    *,
+    is_anchored: bool = False,
 ) -> list[TensorDifference]:
     """Compare every tensor of theirs that we have, in our execution order.
 
     Args:
         ours: also the scores that choices were made by, where they are to be judged.
+        is_anchored: our modules went on from their tensors (see `anchor`).
     Raises: RecordingError for a shape that does not fit.
     """
     found = []
+    given = theirs.keys() if is_anchored else ()
     for order, (name, mine) in enumerate(ours.items()):
         other = theirs.get(name)
         if other is None:
@@ -92,7 +96,7 @@ def compare_tensors(
             found.append(_compare_exactly(order, name, mine, other))
         else:
             mine, other = _comparable(name, mine, other, ours, theirs)
-            found.append(_compare_numbers(order, name, mine, other, bounds(name, precision, tolerances)))
+            found.append(_compare_numbers(order, name, mine, other, bounds(name, precision, tolerances, given)))
     return found
 
 

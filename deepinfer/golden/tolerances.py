@@ -5,11 +5,13 @@ deviations were 7e-7 of a tensor and 1.5e-6 of a row in `float32`, 6e-5 and 4e-4
 1.5e-2 and 4.5e-2 in `native`. A bound is at least twice that.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 # Tensors that have just been rounded to FP4: one step of one element is a large part of a row.
 ROUNDED_TO_FP4 = ("entries", "index_keys")
 FP4_TENSOR, FP4_ROW = 0.03, 0.35
+COEFFICIENTS = ("pre", "post", "comb")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +47,27 @@ BY_PRECISION = {
 }
 
 
-def bounds(name: str, precision: str, tolerances: Tolerances) -> tuple[float, float]:
-    """Bounds for the tensor and for its worst row."""
+def bounds(name: str, precision: str, tolerances: Tolerances, given: Collection[str] = ()) -> tuple[float, float]:
+    """Bounds for the tensor and for its worst row.
+
+    `given`: names of the tensors that our modules went on from. Coefficients and routing are float32 in every precision, so that
+    between equal inputs nothing but the order of sums is left.
+    """
+    inputs = float32_inputs(name)
+    if inputs and all(part in given for part in inputs):
+        exact = BY_PRECISION["float32"]
+        return min(exact.tensor, tolerances.tensor), min(exact.row, tolerances.row)
     if precision != "float32" and name.rpartition(".")[2] in ROUNDED_TO_FP4:
         return max(FP4_TENSOR, tolerances.tensor), max(FP4_ROW, tolerances.row)
     return tolerances.tensor, tolerances.row
+
+
+def float32_inputs(name: str) -> tuple[str, ...]:
+    """What a tensor that is computed in float32 throughout comes from; empty for any other tensor."""
+    block, _, rest = name.partition(".ffn.gate.")
+    if rest:
+        return (f"{block}.ffn_norm",)
+    block, _, rest = name.partition(".hc_ffn.")
+    if rest in COEFFICIENTS:
+        return (f"{block}.attn", *(f"{block}.hc_attn.{part}" for part in COEFFICIENTS))
+    return ()

@@ -224,7 +224,7 @@ def _tensors(
             rows = len(recorded.prompt_token_ids or ()) + _num_shared(recorded.token_ids, output.token_ids)
             ours, theirs = ({name: value[:rows] for name, value in side.items()} for side in (ours, theirs))
             ours, theirs = _same_rows(ours, theirs)
-    return compare_tensors(ours, theirs, manifest.precision, limits, output.where)
+    return compare_tensors(ours, theirs, manifest.precision, limits, output.where, is_anchored=model is not None)
 
 
 def _same_rows(
