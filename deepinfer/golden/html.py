@@ -100,6 +100,9 @@ def plot(
     """
     finite = [v for v in (*values, limit or 0.0) if FLOOR < v < math.inf]
     low = math.floor(math.log10(min(finite, default=FLOOR)))
+    if any(v <= FLOOR for v in values):
+        # Zeros stand apart from the smallest number.
+        low -= 1
     high = max(math.ceil(math.log10(max(finite, default=1.0))), low + 1)
     first, last = min(places), max(places)
 

@@ -1,5 +1,6 @@
 """Recording golden outputs: the plain reading of every prompt, written down with what made it."""
 
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -48,8 +49,13 @@ class Size:
 
     def __str__(self) -> str:
         largest = sorted(self.bytes_by_name.items(), key=lambda item: -item[1])[:3]
-        shares = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in largest)
-        return f"at most {self.total_bytes / 1e6:,.1f} MB, most of it {shares}"
+        shares = ", ".join(f"{name} {megabytes(size)}" for name, size in largest)
+        return f"at most {megabytes(self.total_bytes)}, most of it {shares}"
+
+
+def megabytes(count: int) -> str:
+    """Bytes as text, with enough places for small recordings."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1_000_000 else f"{count / 1e6:.4f} MB"
 
 
 def record(
@@ -93,9 +99,7 @@ def record(
     manifest.tensors.update({name: str(size.dtype).removeprefix("torch.") for name, size in sizes.items()})
     size = recording_size(sizes, lengths, max_tokens, loaded.config.vocab_size, top_logprobs)
     if size.total_bytes > max_bytes:
-        raise CapacityError(
-            f"{folder}: {size}; the limit is {max_bytes / 1e6:,.1f} MB: choose fewer tensors or prompts, or raise it"
-        )
+        raise CapacityError(f"{folder}: {size}; the limit is {megabytes(max_bytes)}: choose fewer tensors or prompts, or raise it")
     logger.info("%s: %s", folder, size)
     recording = _open_or_begin(Path(folder), manifest)
     missing = [index for index in range(len(recording)) if index not in recording.recorded]
@@ -165,7 +169,7 @@ def _manifest(
     return Manifest(
         made_by=versions(model),
         model_path=path,
-        config=asdict(model.config),
+        config=json.loads(json.dumps(asdict(model.config))),
         config_digest=config_digest(model.config),
         weights_digest=weights_digest(model),
         precision=model.numerics.precision.name,

@@ -63,7 +63,7 @@ def test_the_announced_size_is_the_size(tmp_path: Path, caplog: pytest.LogCaptur
     # Headers come on top; lists of entries are as long as the longest prompt needs.
     written = sum(recording.path_of(i).stat().st_size for i in range(2)) / 1e6
     assert announced == pytest.approx(written, rel=0.15)
-    with pytest.raises(CapacityError, match=r"the limit is 0\.1 MB"):
+    with pytest.raises(CapacityError, match=r"the limit is 0\.1000 MB"):
         record_tiny(tmp_path / "large", max_bytes=100_000)
     assert not (tmp_path / "large").exists()
 
