@@ -22,13 +22,15 @@ from deepinfer.golden.reading import Reading, read_sequences
 from deepinfer.golden.recording import MANIFEST_NAME, Manifest, Recording, config_digest, weights_digest
 from deepinfer.golden.report import PromptReport, Report
 from deepinfer.golden.tensor_differences import TensorDifference, compare_tensors
-from deepinfer.golden.token_differences import compare_predictions, compare_tokens
+from deepinfer.golden.token_differences import PositionDifference, compare_predictions, compare_tokens
 from deepinfer.golden.tolerances import BY_PRECISION, Tolerances
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 
-# Two right builds can be this many times farther apart than one build is from itself with other last bits.
-LAST_BIT_FACTOR = 4.0
+# Two right builds can be this many times farther apart than one build is from itself with other last bits; on `mini` the largest
+# differences of log probabilities were 0.4 to 1.3 times as large, in `tiny_config()` up to twice.
+LAST_BIT_FACTOR = 2.5
+MEAN_KL_FACTOR = 5.0
 # What choices are judged by, besides the names that the other build recorded.
 JUDGES = ("layers.*.attn.indexer.scores", "**.ffn.gate.scores", "mtp.logits")
 
@@ -156,13 +158,14 @@ def _compare_prompt(
     if model is None or (report.max_logprob_difference <= limits.logprob and all(d.kind == "tie" for d in divergences)):
         return report
     # Before it is called a difference, see how far the model itself carries a last bit.
-    moved = _last_bit_difference(model, prompt, tokens, logits, limits, manifest.chunk_tokens)
-    allowed = max(limits.logprob, LAST_BIT_FACTOR * moved)
-    gap = max(limits.token_gap, 2 * allowed)
+    moved = _last_bit_differences(model, prompt, tokens, logits, limits, manifest.chunk_tokens)
+    largest = max((p.max_logprob_difference for p in moved), default=0.0)
+    gap = max(limits.token_gap, largest)
     return replace(
         report,
-        last_bit_difference=moved,
-        logprob_tolerance=allowed,
+        last_bit_difference=largest,
+        logprob_tolerance=max(limits.logprob, LAST_BIT_FACTOR * largest),
+        mean_kl_tolerance=max(limits.logprob**2, MEAN_KL_FACTOR * sum(p.kl for p in moved) / max(len(moved), 1)),
         divergences=[replace(d, kind="tie" if d.gap <= gap else "error") for d in divergences],
     )
 
@@ -236,11 +239,10 @@ def _same_rows(
     return tuple({name: side[name][: rows[name]] for name in side if name in shared} for side in (ours, theirs))  # type: ignore[return-value]
 
 
-def _last_bit_difference(
+def _last_bit_differences(
     model: Transformer, prompt: Sequence[int], tokens: Sequence[int], logits: Float[Tensor, "R V"], limits: Tolerances, chunk: int
-) -> float:
-    """Largest move of the log probabilities that matter, when last bits of the streams change behind every block."""
+) -> list[PositionDifference]:
+    """How the model's own predictions move when last bits of the streams change behind every block."""
     whole = [*prompt, *tokens[:-1]]
     disturbed = read_sequences(model, [whole], chunk_tokens=chunk, anchoring=disturbing(limits.last_bit))[0]
-    found = compare_predictions(logits, Predictions(0, disturbed.logits))
-    return max((p.max_logprob_difference for p in found), default=0.0)
+    return compare_predictions(logits, Predictions(0, disturbed.logits))

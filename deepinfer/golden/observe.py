@@ -61,6 +61,8 @@ DEFAULT_PATTERNS = (
     "layers.*.attn.indexer.selected",
     "layers.*.ffn.gate.ids",
     "layers.*.ffn.gate.weights",
+    "mtp.[0-9]",
+    "mtp.[0-9].hc_ffn.pre",
     "mtp.token_ids",
     "mtp.confidence",
 )

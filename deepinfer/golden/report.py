@@ -19,6 +19,7 @@ class PromptReport:
         where: what was compared with it.
         logprob_tolerance: what the largest difference of log probabilities may be.
         last_bit_difference: how far the model itself moves them when last bits of its streams change; None: not needed.
+        mean_kl_tolerance: what the mean over positions may be, from the same measurement.
         divergences: tokens that we would not have chosen, each after the same tokens before it.
         tensors: in execution order.
     """
@@ -30,12 +31,17 @@ class PromptReport:
     positions: list[PositionDifference] = field(default_factory=list)
     logprob_tolerance: float = 0.0
     last_bit_difference: float | None = None
+    mean_kl_tolerance: float | None = None
     divergences: list[TokenDivergence] = field(default_factory=list)
     tensors: list[TensorDifference] = field(default_factory=list)
 
     @property
     def max_kl(self) -> float:
         return max((p.kl for p in self.positions), default=0.0)
+
+    @property
+    def mean_kl(self) -> float:
+        return sum(p.kl for p in self.positions) / max(len(self.positions), 1)
 
     @property
     def max_logprob_difference(self) -> float:
@@ -61,6 +67,8 @@ class PromptReport:
             found.append(f"{errors} tokens that no tie explains")
         if not self.max_logprob_difference <= self.logprob_tolerance:
             found.append(f"log probabilities differ by {self.max_logprob_difference:.3g}, allowed {self.logprob_tolerance:.3g}")
+        if self.mean_kl_tolerance is not None and not self.mean_kl <= self.mean_kl_tolerance:
+            found.append(f"the mean KL divergence is {self.mean_kl:.3g}, allowed {self.mean_kl_tolerance:.3g}")
         return found
 
 
