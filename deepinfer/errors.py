@@ -16,6 +16,7 @@ DeepInferError
 ├── CapacityError
 ├── StepError
 │   └── NothingToDraw
+├── RecordingError
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -118,6 +119,10 @@ class StepError(DeepInferError):
 
 class NothingToDraw(StepError):
     """A request's logits are not finite, or what it forbids leaves no token; the message names it. Other requests go on."""
+
+
+class RecordingError(DeepInferError):
+    """A recording, or the output of another build, that cannot be read or does not fit what it is compared with."""
 
 
 class EngineClosed(DeepInferError):

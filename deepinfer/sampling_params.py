@@ -97,9 +97,7 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
-        defaults = type(self)()
-        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(defaults, f.name)]
-        return f"SamplingParams({', '.join(f'{name}={shown(getattr(self, name))}' for name in given)})"
+        return f"SamplingParams({', '.join(f'{name}={shown(getattr(self, name))}' for name in changed_fields(self))})"
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -281,3 +279,9 @@ _CONFLICTS = (
         "expected each token id once",
     ),
 )
+
+
+def changed_fields(params: SamplingParams) -> list[str]:
+    """Names of the fields that differ from their defaults."""
+    defaults = SamplingParams()
+    return [f.name for f in fields(params) if getattr(params, f.name) != getattr(defaults, f.name)]

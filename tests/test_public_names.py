@@ -40,6 +40,7 @@ LAYER_OF = {
     "backends": "engine",
     "training": "tools",
     "bench": "tools",
+    "golden": "tools",
     "cli": "cli",
 }
 WITHOUT_TORCH = [
