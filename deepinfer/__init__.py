@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CorruptFile,
         DeepInferError,
         EngineClosed,
+        GrammarError,
         MissingExtra,
         NothingToDraw,
         PromptTooLong,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from deepinfer.outputs import ChatMessage, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ToolCall
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
+    from deepinfer.structured_outputs import StructuredOutputs
     from deepinfer.tokenizer import Tokenizer
 
 _HOMES = {
@@ -56,6 +58,7 @@ _HOMES = {
         "CorruptFile",
         "DeepInferError",
         "EngineClosed",
+        "GrammarError",
         "MissingExtra",
         "NothingToDraw",
         "PromptTooLong",
@@ -73,6 +76,7 @@ _HOMES = {
     "deepinfer.outputs": ("ChatMessage", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ToolCall"),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
+    "deepinfer.structured_outputs": ("StructuredOutputs",),
     "deepinfer.tokenizer": ("Tokenizer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -88,6 +92,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "GrammarError",
     "LLMEngine",
     "Logprob",
     "MissingExtra",
@@ -105,6 +110,7 @@ __all__ = [
     "SamplingParams",
     "ShapeError",
     "StepError",
+    "StructuredOutputs",
     "TensorMismatch",
     "TokenAdder",
     "Tokenizer",

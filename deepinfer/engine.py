@@ -34,7 +34,9 @@ from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
 from deepinfer.runtime.request import Request
 from deepinfer.sampling_checks import check_sampling, check_something_can_be_drawn, tokenize_bad_words
-from deepinfer.sampling_params import SamplingParams
+from deepinfer.sampling_params import SamplingParams, shown
+from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.grammar import Grammar
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,9 +53,11 @@ class LLMEngine(ChatMixin):
         self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
+        self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
         self._thread = _EngineThread(EngineCore(model, tokenizer, self.config, open_device(model.device)))
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
+        weakref.finalize(self, self._grammars.close)
 
     @classmethod
     def from_pretrained(cls, path_or_preset: Path | str, **config: Any) -> Self:
@@ -106,6 +110,8 @@ class LLMEngine(ChatMixin):
         Ctrl-C ends what is running: the outputs come back with what was produced, unfinished ones with
         `finish_reason` "abort".
 
+        Grammars of structured output are compiled before the first prompt starts; what other callers ask for goes on meanwhile.
+
         Raises: RequestError or CapacityError naming the first prompt that cannot be served, before any has started.
         """
         single = isinstance(prompts, str | bytes | dict) or (
@@ -137,6 +143,7 @@ class LLMEngine(ChatMixin):
 
         A slow consumer skips states and loses no text. Leaving the iteration, or cancelling it, aborts the request.
         """
+        await self._wait_for_grammar(sampling_params)
         (request,) = self._requests([prompt], sampling_params)
         sink = _Sink(asyncio.get_running_loop())
         try:
@@ -170,6 +177,9 @@ class LLMEngine(ChatMixin):
             raise Rejected(f"sampling_params: expected SamplingParams or a list of them, got {type(sampling_params).__name__}")
         if len(params) != len(prompts):
             raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
+        for p in params:
+            if isinstance(p, SamplingParams) and p.form is not None:
+                self._grammars.compile(p.form)  # all of them at once, in the background
         requests = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -189,6 +199,8 @@ class LLMEngine(ChatMixin):
         check_sampling(params, f"prompt {index}", config.vocab_size, self.config.max_logprobs)
         bad_words = tokenize_bad_words(params, self.tokenizer)
         room = longest - len(token_ids)
+        max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        grammar = self._grammar(index, params, max_new_tokens)
         with self._count_lock:
             self._request_count += 1
             count = self._request_count
@@ -198,16 +210,44 @@ class LLMEngine(ChatMixin):
             prompt=text,
             prompt_token_ids=tuple(token_ids),
             params=params,
-            max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_new_tokens=max_new_tokens,
             seed=_drawn_seed(self.config.seed, count) if params.seed is None else params.seed,
             eos_token_id=config.eos_token_id,
             stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival_s=time.monotonic(),
             bad_words=bad_words,
+            grammar=grammar,
         )
         check_something_can_be_drawn(request, f"prompt {index}", config.vocab_size)
         core.limits.check_fits(request, f"prompt {index}")
         return request
+
+    async def _wait_for_grammar(self, params: Any) -> None:
+        """Let other coroutines run until a grammar has been compiled, well or not."""
+        if isinstance(params, SamplingParams) and params.form is not None:
+            compiled = asyncio.wrap_future(self._grammars.compile(params.form))
+            # The compilation is shared: whoever is cancelled leaves it to the others.
+            await asyncio.wait([asyncio.shield(compiled)])
+
+    def _grammar(self, index: int, params: SamplingParams, max_new_tokens: int) -> Grammar | None:
+        """The grammar of a prompt. Raises Rejected, naming the prompt, if it is malformed or no text fits the limit."""
+        form = params.form
+        if form is None:
+            return None
+        vocab_size = len(self.tokenizer)
+        if any(token >= vocab_size for token in form.reasoning_end):
+            raise Rejected(f"reasoning_end of prompt {index}: {shown(form.reasoning_end)}: the vocabulary is [0, {vocab_size})")
+        try:
+            grammar = self._grammars.compile(form).result()
+        except Rejected as error:
+            raise Rejected(f"prompt {index}: {error}") from None
+        needed = grammar.fewest_tokens + len(form.reasoning_end)
+        if needed > max_new_tokens:
+            raise Rejected(
+                f"structured_outputs of prompt {index}: the shortest text of this form takes at least {needed} tokens, "
+                f"max_tokens and the model's length leave {max_new_tokens}"
+            )
+        return grammar
 
     # ---- control ------------------------------------------------------------------------------------------------------
 
@@ -226,6 +266,7 @@ class LLMEngine(ChatMixin):
     def close(self) -> None:
         """Stop the loop and free the model; running requests end with `EngineClosed`. Safe to call twice."""
         self._thread.close()
+        self._grammars.close()
 
     def __enter__(self) -> Self:
         return self

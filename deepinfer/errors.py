@@ -15,6 +15,7 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
+│   ├── GrammarError
 │   └── NothingToDraw
 ├── RecordingError
 ├── EngineClosed
@@ -115,6 +116,10 @@ class CapacityError(DeepInferError):
 
 class StepError(DeepInferError):
     """A step failed on the device."""
+
+
+class GrammarError(StepError):
+    """A committed token that its grammar forbids. The engine ends that request with `NothingToDraw`; other requests go on."""
 
 
 class NothingToDraw(StepError):

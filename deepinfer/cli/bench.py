@@ -18,17 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scheduler.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024], help="running sequences")
     scheduler.add_argument("--queued", type=int, default=10_000, help="waiting sequences of the last row (default 10000)")
     overlap = kinds.add_parser("overlap", help="steady decode in the plain and the overlapped loop, alternating")
+    masks = kinds.add_parser("masks", help="what grammars cost a step of steady decode, with and without, alternating")
     timeline = kinds.add_parser("timeline", help="a picture of host and device lanes, as a Chrome trace and a PNG")
-    for kind in (overlap, timeline):
+    for kind in (overlap, masks, timeline):
         kind.add_argument("-m", "--model", default="mini", help="a checkpoint folder or a preset's name (default mini)")
         kind.add_argument("--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native)")
         kind.add_argument("--device", help="torch device (default: the accelerator if there is one, else cpu)")
     overlap.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 128], help="batch sizes")
     overlap.add_argument("--steps", type=int, default=50, help="steps of a stretch; three stretches for each loop (default 50)")
     overlap.add_argument("--delay", type=float, nargs="+", default=[0.0], help="artificial host work for a step, in ms")
+    masks.add_argument("--batch", type=int, nargs="+", default=[16], help="batch sizes (default 16)")
+    masks.add_argument("--steps", type=int, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("--batch", type=int, default=16, help="batch size (default 16)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
-    for kind in (scheduler, overlap):
+    for kind in (scheduler, overlap, masks):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     if args.what == "timeline":
         return run_timeline(args)
-    rows = scheduler_rows(args) if args.what == "scheduler" else overlap_rows(args)
+    rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
     print_table(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -71,6 +74,17 @@ def overlap_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(asdict(figures) | {"wall_over_device": figures.wall_ms / max(figures.device_ms, 1e-9)})
             print(json.dumps(rows[-2:]), file=sys.stderr)
     return rows
+
+
+def masks_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both loops for each batch, with and without grammars."""
+    from deepinfer.bench.mask_cost import measure_mask_cost
+
+    return [
+        asdict(measure_mask_cost(args.model, args.precision, args.device, batch, depth=depth, steps=args.steps))
+        for batch in args.batch
+        for depth in (0, 1)
+    ]
 
 
 def run_timeline(args: argparse.Namespace) -> int:

@@ -102,8 +102,10 @@ class OutputProcessor:
         if sequence.stop_strings is not None:
             completion.text = sequence.stop_strings.shown
         else:
-            # The token that ended the text is no part of it, even where special tokens are shown.
-            hides_last = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
+            # A stop id that ended the text is no part of it, even where special tokens are shown. A complete grammar needs none.
+            request = sequence.request
+            ended_by_id = sequence.finish_reason == "stop" and kept[-1] in request.stop_token_ids
+            hides_last = ended_by_id and not request.params.include_stop_str_in_output
             for token in kept[:-1] if hides_last else kept:
                 completion.text += completion.detokenizer.push(token)
         for token, around in zip(kept, result.logprobs or (), strict=False):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from deepinfer.errors import CapacityError
+from deepinfer.errors import CapacityError, GrammarError
 from deepinfer.outputs import FinishReason
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.ids import IdPool
@@ -125,6 +125,8 @@ class Scheduler:
         Raises `CapacityError` if it could never run, naming the sizes.
         """
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
+        if sequence.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
+            sequence.grammar = sequence.request.start_grammar()
         self.waiting.append(sequence)
         self.shared_prompts.add(sequence, list(followers))
 
@@ -352,7 +354,11 @@ class Scheduler:
                 if ticket.n_drafts:
                     self.counters.count_run(ticket.n_drafts, outcome)
                     sequence.survival = outcome.survival
-                outcome = outcome.first(self._append(sequence, outcome.token_ids))
+                try:
+                    outcome = outcome.first(self._append(sequence, outcome.token_ids))
+                except GrammarError as error:
+                    self._end(sequence, "error")
+                    outcome = outcome.first(0)._replace(failure=str(error))
                 events.append(SequenceEvent(sequence, outcome))
         self.release.drain(step.step_seq)
         return events
@@ -410,8 +416,13 @@ def _observe(sequence: Sequence, observed: Observed) -> None:
 
 
 def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-    """Whether the newest token ends its sequence: a stop token before a stop string before the length. Sets `stop_reason`."""
+    """Whether the newest token ends its sequence: a stop token, a stop string, its grammar, the length, in this order.
+
+    Sets `stop_reason` and moves the grammar.
+    """
     request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
+    if sequence.grammar is not None:
+        sequence.grammar.advance((token,))
     may_stop = sequence.num_output_tokens > params.first_free_stop
     is_stop = may_stop and token in request.stop_token_ids
     found = None
@@ -423,5 +434,7 @@ def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
         return "stop"
     if found is not None:
         sequence.stop_reason = found
+        return "stop"
+    if sequence.grammar is not None and sequence.grammar.is_complete:
         return "stop"
     return "length" if sequence.num_output_tokens >= request.max_new_tokens else None

@@ -14,6 +14,7 @@ from deepinfer.outputs import FinishReason
 from deepinfer.runtime.plan import Observed, TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.stop_strings import StopStrings
+from deepinfer.structured.grammar import GrammarState
 from deepinfer.tokenizer import Tokenizer
 
 
@@ -49,6 +50,7 @@ class Sequence:
         epoch: raised by preemption, abort and finish; results of an older epoch are stale.
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
+        grammar: stands behind the output tokens, which preemption keeps; None without structured output.
         prompt_scores: log probabilities of the prompt's tokens from the second on, as far as they are known.
         observed: hidden states and experts of the first `num_observed` tokens, in pieces.
         stop_strings: finds the request's stop strings, if it has any, in the output so far.
@@ -68,6 +70,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    grammar: GrammarState | None = None
     survival: tuple[float, ...] = ()
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     observed: list[Observed] = field(default_factory=list)

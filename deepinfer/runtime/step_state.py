@@ -207,7 +207,8 @@ class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
     `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
-    tensors alive until their copy `host` has been read; `seen` is the copy of what was observed.
+    tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host
+    copy of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
 
     logit_rows: LogitRows | None = None
@@ -218,6 +219,8 @@ class StepBox:
     host: SamplerOutput | None = None
     seen: StepObservations | None = None
     copied: Event | None = None
+    drafts: Int[Tensor, "B k"] | None = None
+    drafts_copied: Event | None = None
     result: StepResult | None = None
 
 

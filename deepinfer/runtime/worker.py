@@ -17,6 +17,7 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.ops.noise import DRAFT, TARGET
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
+from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.row_layout import build_rows, logit_rows
@@ -30,6 +31,7 @@ from deepinfer.runtime.sampler import (
     stage_sampling,
     to_result,
 )
+from deepinfer.runtime.staging import host_copy
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.static_draft import StaticDraft
 from deepinfer.runtime.step_state import (
@@ -208,6 +210,20 @@ class Worker:
         if state.plan.proposes:
             # Behind the copy's event: nobody waits for drafts on the host.
             self.device.launch(COMPUTE, draft, reads=[box, self.cache], writes=[state.outputs])
+            if has_grammar(state.plan):
+                self._submit_drafts_copy(state)
+
+    def _submit_drafts_copy(self, state: WorkerStepState) -> None:
+        """Launch the copy of the step's drafts to the host, for the masks of the rows behind them in the next step."""
+        box, drafts = state.box, ("drafts", state.plan.step_seq)
+
+        @torch.inference_mode()
+        def copy() -> None:
+            box.drafts = host_copy(state.outputs.drafts)
+
+        self.device.wait(COPY, self.device.record(COMPUTE))
+        self.device.launch(COPY, copy, reads=[state.outputs], writes=[drafts])
+        box.drafts_copied = self.device.record(COPY)
 
     @torch.inference_mode()
     def _sample(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
@@ -310,6 +326,15 @@ class Worker:
                 box.result = with_observations(box.result, state.plan, box.seen)
             box.drawn = box.host = box.seen = None
         return box.result
+
+    def drafts(self, state: WorkerStepState) -> list[list[int]]:
+        """What each row group of a step proposed; its `drafts_copied` has passed."""
+        box = state.box
+        assert box.drafts_copied is not None
+        assert box.drafts_copied.query(), "read before its event"
+        assert box.drafts is not None
+        ids: list[list[int]] = box.drafts.tolist()
+        return ids
 
     def _padded_shape(self, plan: SchedulerOutputs) -> PaddedShape | None:
         """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1."""

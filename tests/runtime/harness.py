@@ -27,6 +27,7 @@ from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_checks import tokenize_bad_words
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
@@ -45,6 +46,12 @@ def tiny_model(batch_invariant: bool = True) -> Transformer:
 def tiny_tokenizer() -> Tokenizer:
     """The tokenizer of the tiny model: all bytes, 61 merges."""
     return Tokenizer.from_folder(GOLDEN / "bf16_full")
+
+
+@cache
+def tiny_grammars() -> GrammarCompiler:
+    """Grammars over the tokens of the tiny model."""
+    return GrammarCompiler(tiny_tokenizer(), EOS)
 
 
 class Outcome(NamedTuple):
@@ -72,6 +79,7 @@ def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Re
         stop_token_ids=frozenset({EOS, *params.stop_token_ids}),
         arrival_s=0.0,
         bad_words=tokenize_bad_words(params, tiny_tokenizer()),
+        grammar=None if params.form is None else tiny_grammars().compile(params.form).result(),
     )
 
 

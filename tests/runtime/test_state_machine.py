@@ -40,6 +40,7 @@ PARAMS += [
     SamplingParams(max_tokens=14, seed=5, bad_words=["ab", "cc", "bca"], stop="ca", min_tokens=4, **FEW),
     SamplingParams(max_tokens=12, seed=6, stop=["a a", "bcb"], include_stop_str_in_output=True, logit_bias={69: 1.0}, **FEW),
     SamplingParams(max_tokens=11, seed=7, forced_token_ids=(5, 1, 5, 90, 5, 67), logprobs=0, prompt_logprobs=1),
+    SamplingParams(max_tokens=14, seed=9, structured_outputs={"regex": "(ab|[abc]d?){6,9}"}, logprobs=0),
 ]
 LONGEST = max(len(p) for p in PROMPTS) + 14
 
