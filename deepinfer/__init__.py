@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.chat.recipe import Recipe
+    from deepinfer.chat.response_parser import ResponseParser
+    from deepinfer.chat.token_adder import TokenAdder
     from deepinfer.checkpoint.load import load_model
     from deepinfer.config import ModelConfig
     from deepinfer.engine import LLMEngine
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
         MissingExtra,
         NothingToDraw,
         PromptTooLong,
+        RecipeError,
+        RecordingError,
         Rejected,
         RequestError,
         ShapeError,
@@ -32,13 +37,16 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from deepinfer.model.transformer import Transformer
-    from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from deepinfer.outputs import ChatMessage, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ToolCall
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
     from deepinfer.structured_outputs import StructuredOutputs
     from deepinfer.tokenizer import Tokenizer
 
 _HOMES = {
+    "deepinfer.chat.recipe": ("Recipe",),
+    "deepinfer.chat.response_parser": ("ResponseParser",),
+    "deepinfer.chat.token_adder": ("TokenAdder",),
     "deepinfer.checkpoint.load": ("load_model",),
     "deepinfer.config": ("ModelConfig",),
     "deepinfer.engine": ("LLMEngine",),
@@ -54,6 +62,8 @@ _HOMES = {
         "MissingExtra",
         "NothingToDraw",
         "PromptTooLong",
+        "RecipeError",
+        "RecordingError",
         "Rejected",
         "RequestError",
         "ShapeError",
@@ -63,7 +73,7 @@ _HOMES = {
         "UnsupportedModel",
     ),
     "deepinfer.model.transformer": ("Transformer",),
-    "deepinfer.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "deepinfer.outputs": ("ChatMessage", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ToolCall"),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
     "deepinfer.structured_outputs": ("StructuredOutputs",),
@@ -73,6 +83,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CapacityError",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -88,17 +99,23 @@ __all__ = [
     "ModelConfig",
     "NothingToDraw",
     "PromptTooLong",
+    "Recipe",
+    "RecipeError",
+    "RecordingError",
     "Rejected",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "ResponseParser",
     "SamplingParams",
     "ShapeError",
     "StepError",
     "StructuredOutputs",
     "TensorMismatch",
+    "TokenAdder",
     "Tokenizer",
     "TokenizerError",
+    "ToolCall",
     "Transformer",
     "UnsupportedModel",
     "load_model",

@@ -20,11 +20,13 @@ from typing import Any, Self, TypeVar
 import torch
 from tqdm.auto import tqdm
 
+from deepinfer.backends import choose_backend
+from deepinfer.chat.chat_mixin import ChatMixin
 from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
-from deepinfer.model.numerics import reference_ops
+from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.prompts import Prompt, to_token_ids
@@ -42,12 +44,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LLMEngine:
+class LLMEngine(ChatMixin):
     """A model with everything needed to generate from it. Use as a context manager, or `close()` it."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None, *, name: str = "model"
+    ) -> None:
         tokenizer.check_against(model.config)
-        self.tokenizer, self.config = tokenizer, config or EngineConfig()
+        self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
@@ -69,12 +73,20 @@ class LLMEngine:
         engine_config = EngineConfig(**config)
         folder = locate_checkpoint(path_or_preset)
         device = _torch_device(engine_config.device)
-        on_cpu = device.type == "cpu"
-        if engine_config.batch_invariant and not on_cpu:
-            raise ConfigError(f"batch_invariant = True: proven on the CPU only, the device is {device}")
-        ops = reference_ops(batch_invariant=engine_config.batch_invariant, static_shapes=not on_cpu)
-        model = load_model(folder, engine_config.precision, device, ops=ops)
-        return cls(model, Tokenizer.from_folder(folder), engine_config)
+        backend = choose_backend(engine_config, device)
+        model = load_model(folder, engine_config.precision, device, ops=backend.ops)
+        if backend.compiles:
+            compile_model(model)
+        return cls(model, Tokenizer.from_folder(folder), engine_config, name=folder.resolve().name)
+
+    def __repr__(self) -> str:
+        if self._thread.is_closed:
+            return f"LLMEngine({self.name!r}, closed)"
+        model, limits = self.model, self._thread.core.limits
+        return (
+            f"LLMEngine({self.name!r}, {model.numerics.precision.name}, on {model.device}, "
+            f"up to {limits.max_num_seqs} sequences of {limits.max_model_len} tokens)"
+        )
 
     @property
     def model(self) -> Transformer:
@@ -291,6 +303,10 @@ class _EngineThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop, core), name="deepinfer-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._core is None
 
     @property
     def core(self) -> EngineCore:

@@ -8,6 +8,7 @@ from deepinfer.runtime.verify import VERIFICATIONS
 from deepinfer.sampling_params import SEED_LIMIT, shown
 
 LARGEST = 2**31 - 1
+KERNELS = ("auto", "plain", "inductor", "triton")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,9 @@ class EngineConfig:
             they do not pay; else every draft is verified. The choice follows the clock: under "rejection", or without
             `batch_invariant`, equal runs may then differ.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
+        compile: run the model's layers through `torch.compile`; "auto" does so on a CUDA device in `native` precision.
+        kernels: "triton" reads quantised weights with kernels of our own, "inductor" leaves them to the compiler, "plain" is the
+            definition; "auto" takes the fastest that the device has (see `deepinfer.backends`).
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
@@ -50,6 +54,8 @@ class EngineConfig:
     spec_verification: str = "match"
     adaptive_verification: bool = True
     batch_invariant: bool = False
+    compile: bool | str = "auto"
+    kernels: str = "auto"
     cuda_graphs: bool | str = "auto"
     max_queued_requests: int = 100_000
     max_logprobs: int = 20
@@ -77,8 +83,10 @@ class EngineConfig:
         require("num_speculative_tokens", is_int("num_speculative_tokens", 0), "expected an integer of at least 0")
         valid = isinstance(self.async_scheduling, int) and self.async_scheduling in (0, 1)
         require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
-        valid = isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto"
-        require("cuda_graphs", valid, 'expected True, False or "auto"')
+        for name in ("compile", "cuda_graphs"):
+            value = getattr(self, name)
+            require(name, isinstance(value, bool) or value == "auto", 'expected True, False or "auto"')
+        require("kernels", self.kernels in KERNELS, f"expected one of {', '.join(KERNELS)}")
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
         for name in ("adaptive_verification", "batch_invariant"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")

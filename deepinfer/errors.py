@@ -11,11 +11,13 @@ DeepInferError
 ├── ShapeError
 ├── RequestError
 │   ├── PromptTooLong
+│   ├── RecipeError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
 │   ├── GrammarError
 │   └── NothingToDraw
+├── RecordingError
 ├── EngineClosed
 └── MissingExtra
 ```
@@ -88,6 +90,22 @@ class PromptTooLong(RequestError):
     """The prompt does not fit the model or the cache."""
 
 
+class RecipeError(RequestError):
+    """A conversation, or a setting of it, that cannot be rendered.
+
+    Attributes:
+        place: where the fault is, as one would write it in Python: `messages[2].tool_calls[0].function.name`.
+    """
+
+    def __init__(self, place: str, problem: str) -> None:
+        self.place, self._problem = place, problem
+        super().__init__(f"{place}: {problem}")
+
+    def within(self, part: str, whole: str) -> "RecipeError":
+        """The same fault where `part`, with which the place begins, lies at `whole`."""
+        return RecipeError(whole + self.place.removeprefix(part) if self.place.startswith(part) else self.place, self._problem)
+
+
 class Rejected(RequestError):
     """The request is malformed or asks for something that is not supported."""
 
@@ -106,6 +124,10 @@ class GrammarError(StepError):
 
 class NothingToDraw(StepError):
     """A request's logits are not finite, or what it forbids leaves no token; the message names it. Other requests go on."""
+
+
+class RecordingError(DeepInferError):
+    """A recording, or the output of another build, that cannot be read or does not fit what it is compared with."""
 
 
 class EngineClosed(DeepInferError):

@@ -4,7 +4,7 @@ Checks that need the model or the tokenizer are in `deepinfer.sampling_checks`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 from deepinfer.errors import Rejected
@@ -98,6 +98,10 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        return f"SamplingParams({', '.join(f'{name}={shown(getattr(self, name))}' for name in changed_fields(self))})"
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -316,3 +320,9 @@ _CONFLICTS = (
         "does not go with allowed_token_ids",
     ),
 )
+
+
+def changed_fields(params: SamplingParams) -> list[str]:
+    """Names of the fields that differ from their defaults."""
+    defaults = SamplingParams()
+    return [f.name for f in fields(params) if getattr(params, f.name) != getattr(defaults, f.name)]

@@ -63,6 +63,8 @@ class KernelTime:
 def alternating_us(forms: Sequence[Callable[[int], object]], calls: int, replays: int = REPLAYS) -> list[float]:
     """Median microseconds a call of each form, `form(i)` for i below `calls` being one graph; replays alternate."""
     graphs = []
+    # Each form is compiled for this shape alone; shapes measured before would count against the compiler's limit.
+    torch.compiler.reset()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for form in forms:

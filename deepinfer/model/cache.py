@@ -128,6 +128,18 @@ class ModelCache:
         """Pending groups of the KV source layers of ratio 2."""
         return {i: layer.pending for i, layer in enumerate(self.layers) if layer.pending is not None}
 
+    def copy_slot(self, source: int, target: int) -> None:
+        """Give `target` the windows, pending groups and history of `source`. Mutates `target`'s."""
+        for memory in (*self.rings, *self.pending.values(), self.history):
+            memory[target].copy_(memory[source])
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Give block `target` the entries and index keys of `source`. Mutates `target`'s."""
+        for pool in self.pools.values():
+            for memory in (pool.entries, pool.index_keys):
+                blocks = memory.unflatten(0, (-1, self.sizes.block_size // pool.ratio))
+                blocks[target].copy_(blocks[source])
+
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache, for accounting and poisoning."""
         pools = [t for pool in self.pools.values() for t in (pool.entries, pool.index_keys)]

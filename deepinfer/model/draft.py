@@ -160,7 +160,7 @@ class DSpark(nn.ModuleList):
             rope: rotations at p + 1 .. p + Q, packed.
         """
         last = self.blocks[-1]
-        streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1)
+        streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1).contiguous()
         pre_mix = first_stream(streams)
         for block, memory in zip(self.blocks, cache.layers[self.config.n_layers :], strict=True):
             streams, pre_mix, _ = block(streams, pre_mix, rope, positions, slots, memory)

@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         rope = self.rope(rows.positions)
         window = self.token_window(rows, cache) if config.engram.layer_ids else None
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
-        streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1)
+        streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1).contiguous()
         pre_mix = first_stream(streams)
         shared, features = Shared(), []
         # A model cut to its first layers keeps the ids, but has no draft blocks.

@@ -102,6 +102,7 @@ class AcceleratorDevice:
         self.torch_device = torch_device
         self.checks_accesses, self.can_capture = False, torch_device.type == "cuda"
         self._copy = torch.Stream(torch_device)
+        self._graph_memory: Any = None
 
     def _stream(self, name: str) -> torch.Stream:
         return torch.accelerator.current_stream(self.torch_device) if name == COMPUTE else self._copy
@@ -132,8 +133,10 @@ class AcceleratorDevice:
                 fn()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        # Graphs never run at the same time, so they share their working memory.
+        self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
         # Other threads may call into the driver meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             fn()
         return graph.replay
 

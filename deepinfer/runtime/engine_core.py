@@ -6,8 +6,11 @@ Everything here runs on one event loop; `LLMEngine` is the door from other threa
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from tqdm.auto import tqdm
 
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, NothingToDraw, StepError
@@ -101,6 +104,8 @@ class EngineCore:
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
+        if self.worker.decode_buckets:
+            warm_up(self.worker)
         while not self._is_closing:
             if not self.scheduler.has_work:
                 self._idle.set()
@@ -163,8 +168,12 @@ class EngineCore:
         for index in range(request.params.n):
             self._next_seq_id += 1
             sequences.append(Sequence.open(request, index, self._next_seq_id, self.outputs.tokenizer))
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        # Whoever wants something of every row has to compute every row.
+        if len(request.prompt_token_ids) > 1 and not request.params.returns_features:
+            self.scheduler.add(sequences[0], sequences[1:])
+        else:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
 
@@ -247,6 +256,20 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
     if config.num_speculative_tokens > most:
         raise ConfigError(f"EngineConfig.num_speculative_tokens = {config.num_speculative_tokens}: the model drafts at most {most}")
     return config.num_speculative_tokens
+
+
+def warm_up(worker: Worker) -> None:
+    """Compile and capture before the first request, with a bar that says what is being done."""
+    count = len(worker.decode_buckets) * (3 if worker.num_drafts else 1) + 1
+    with tqdm(total=count, unit="shape", desc="warming up") as bar:
+
+        @contextmanager
+        def progress(what: str) -> Iterator[None]:
+            bar.set_postfix_str(what)
+            yield
+            bar.update()
+
+        worker.warm_up(progress)
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:

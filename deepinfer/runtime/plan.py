@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,14 @@ class StepKind(Enum):
     DECODE = "decode"
     EMPTY_PREFILL = "empty_prefill"  # this rank has no rows, but its peers run a prefill
     IDLE = "idle"
+
+
+class CacheCopy(NamedTuple):
+    """A copy between two cache blocks, or between two slots."""
+
+    kind: Literal["block", "slot"]
+    source: int
+    target: int
 
 
 class SequencePlan(NamedTuple):
@@ -59,6 +67,7 @@ class SchedulerOutputs:
     Attributes:
         draft_rows: rows for drafts in all sequences together; if less than they have drafts, the device chooses whose.
         proposes: whether the step drafts tokens for the next one.
+        copies_before: made before the forward.
     """
 
     step_seq: int
@@ -66,6 +75,7 @@ class SchedulerOutputs:
     sequences: tuple[SequencePlan, ...]
     draft_rows: int = 0
     proposes: bool = False
+    copies_before: tuple[CacheCopy, ...] = ()
 
     @property
     def num_rows(self) -> int:

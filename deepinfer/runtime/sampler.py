@@ -34,6 +34,27 @@ class SamplingMetadata:
     any_filter: bool
     num_top: int | None
 
+    @classmethod
+    def greedy(cls, count: int) -> "SamplingMetadata":
+        """Parameters of `count` greedy sequences."""
+        zeros, numbers = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+        return cls(
+            temperature=numbers,
+            top_k=zeros,
+            top_p=torch.ones(count),
+            min_p=numbers.clone(),
+            seeds=zeros.clone(),
+            stops=None,
+            first_stop=zeros.clone(),
+            any_random=False,
+            any_filter=False,
+            num_top=None,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """What drawing reads of each sequence, in a fixed order."""
+        return [self.temperature, self.top_k, self.top_p, self.min_p, self.seeds]
+
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
         tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}

@@ -5,17 +5,27 @@ difference is whether the result of step N has been applied when step N + 1 is p
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deepinfer.errors import CapacityError, GrammarError
 from deepinfer.outputs import FinishReason
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.ids import IdPool
-from deepinfer.runtime.plan import NOT_IN_LAST_STEP, Observed, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
+from deepinfer.runtime.plan import (
+    NOT_IN_LAST_STEP,
+    CacheCopy,
+    Observed,
+    SchedulerOutputs,
+    SequencePlan,
+    SequenceResult,
+    StepKind,
+    StepResult,
+)
 from deepinfer.runtime.release import DeferredRelease
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
+from deepinfer.runtime.shared_prompt import SharedPrompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +70,7 @@ class SchedulerCounters:
     preemptions: int = 0
     stale_results: int = 0
     chunked_prefills: int = 0
+    forks: int = 0  # completions that took over the rows of a prompt
     verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
     drafted: int = 0  # drafts proposed, whether or not they got a row
     verified_at: list[int] = field(default_factory=list)  # by place in the proposal
@@ -97,29 +108,43 @@ class Scheduler:
         self.release = DeferredRelease(self.blocks, self.slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.shared_prompts = SharedPrompts()
         self.counters = SchedulerCounters()
         self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
         # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
         self._last_row_of: dict[int, tuple[int, int]] = {}
         self._last_proposed = False  # whether the newest planned step drafts tokens
+        self._copies: list[CacheCopy] = []  # to be made before the step that is being planned
         self._next_step = 0
 
     # ---- adding and removing ------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
+    def add(self, sequence: Sequence, followers: Iterable[Sequence] = ()) -> None:
+        """Queue a sequence, and completions of the same new request that start from its prompt's rows.
+
+        Raises `CapacityError` if it could never run, naming the sizes.
+        """
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
         if sequence.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
             sequence.grammar = sequence.request.start_grammar()
         self.waiting.append(sequence)
+        self.shared_prompts.add(sequence, list(followers))
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
         if sequence.status is Status.FINISHED:
             return
-        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        if not self.shared_prompts.forget(sequence):
+            (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+            self._queue_followers(self.shared_prompts.part(sequence))
         sequence.finish_reason = "abort"
         self._retire(sequence, Status.FINISHED)
+
+    def _queue_followers(self, followers: list[Sequence]) -> None:
+        """Let the first of them compute the prompt for the others, before newer requests."""
+        if followers:
+            self.waiting.appendleft(followers[0])
+            self.shared_prompts.add(followers[0], followers[1:])
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +162,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
             start = sequence.next_position
-            count = min(self._wanted(sequence, start), budget)
+            count = self.shared_prompts.cut(sequence, start, min(self._wanted(sequence, start), budget))
             if count == 0:
                 continue
             reserved = self._reserve(sequence, start + count)
@@ -152,6 +177,10 @@ class Scheduler:
                 budget -= count
             else:
                 everyone_fits = False
+        for leader, row in tuple(planned):
+            for plan in self._fork(leader, row.start, budget if everyone_fits else 0):
+                planned.append(plan)
+                budget -= 1
         if everyone_fits:
             planned += [(sequence, self._plan(sequence, start, count)) for sequence, start, count in self._admit(budget)]
         return self._commit_plan(planned)
@@ -198,18 +227,38 @@ class Scheduler:
         return self.blocks.num_free + len(self.release.held_blocks) >= self._missing_blocks(sequence, end)
 
     def _admit(self, budget: int) -> Iterator[tuple[Sequence, int, int]]:
-        while self.waiting and budget > 0 and self.slots.num_free > 0:
+        # A follower that finds no slot when its leader reaches the fork computes the prompt again.
+        kept = self.shared_prompts.num_waiting(self.running)
+        while self.waiting and budget > 0 and self.slots.num_free > kept:
             sequence = self.waiting[0]
-            count = min(len(sequence.token_ids), budget)
+            count = self.shared_prompts.cut(sequence, 0, min(len(sequence.token_ids), budget))
             if not self._reserve(sequence, count):
                 break
             self.waiting.popleft()
             (sequence.slot,) = self.slots.take(1)
             sequence.status = Status.RUNNING
             self.running.append(sequence)
+            kept += self.shared_prompts.num_waiting([sequence])
             self.counters.chunked_prefills += count < len(sequence.token_ids)
             budget -= count
             yield sequence, 0, count
+
+    def _fork(self, leader: Sequence, start: int, budget: int) -> Iterator[tuple[Sequence, SequencePlan]]:
+        """Plan the last prompt row of completions that fork from `leader` in this step; those without room queue up."""
+        followers = self.shared_prompts.due(leader, start)
+        assert leader.slot is not None
+        while followers and budget > 0 and self.slots.num_free > 0 and self._reserve(followers[0], start + 1):
+            follower = followers.pop(0)
+            (follower.slot,) = self.slots.take(1)
+            follower.status, follower.confirmed = Status.RUNNING, start
+            self.running.append(follower)
+            self.counters.forks += 1
+            self._copies.append(CacheCopy("slot", leader.slot, follower.slot))
+            blocks = zip(leader.blocks, follower.blocks[: self.limits.blocks_for(start)], strict=False)
+            self._copies += [CacheCopy("block", source, target) for source, target in blocks]
+            budget -= 1
+            yield follower, self._plan(follower, start, 1)
+        self._queue_followers(followers)
 
     def _plan(self, sequence: Sequence, start: int, count: int) -> SequencePlan:
         known = len(sequence.token_ids)
@@ -254,7 +303,9 @@ class Scheduler:
             sequences=tuple(plan for _, plan in planned),
             draft_rows=draft_rows,
             proposes=proposes,
+            copies_before=tuple(self._copies),
         )
+        self._copies = []
         self._next_step, self._last_proposed = self._next_step + 1, proposes
         for sequence, plan in planned:
             sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.n_drafts, plan.is_sampling))

@@ -142,11 +142,16 @@ class Harness:
             for memory in (*cache.rings, *cache.pending.values()):
                 memory[slot] = float("nan")
 
+    def open(self, request: Request, index: int = 0) -> Sequence:
+        """One completion of a request, not queued yet."""
+        sequence = Sequence.open(request, index, len(self.sequences), tiny_tokenizer())
+        self.sequences.append(sequence)
+        return sequence
+
     def add(self, request: Request, index: int = 0) -> Sequence:
         """Queue one completion of a request."""
-        sequence = Sequence.open(request, index, len(self.sequences), tiny_tokenizer())
+        sequence = self.open(request, index)
         self.scheduler.add(sequence)
-        self.sequences.append(sequence)
         return sequence
 
     def step(self) -> bool:
