@@ -223,7 +223,7 @@ def experts_times(tokens: Sequence[int], bandwidth: float, inductor: bool, skew:
             other: Callable[..., Tensor] = torch.compile(form, dynamic=False)
             forms.append(lambda i: other(xs[i], ids[i], weights, *stored, LIMIT))  # noqa: B023
         most = max(int(i.flatten().bincount().max()) for i in ids)
-        note = f"{active:.0f} experts, at most {most} tokens; other: {form.__name__}"
+        note = f"{active:.0f} experts, at most {most} tokens" + (f"; other: {form.__name__}" if inductor else "")
         yield time_of(f"experts, skew {skew}", t, active * expert_bytes, bandwidth, forms, calls, note)
 
 

@@ -53,6 +53,44 @@ class Built:
 
 def variants() -> Iterator[Variant]:
     """Every kernel as the published model launches it."""
+    yield from quantized_variants()
+    yield from plain_variants()
+
+
+def plain_variants() -> Iterator[Variant]:
+    """Kernels of what is not quantised."""
+    from deepinfer.ops.triton_kernels import attention, float32_linear, hyper_mix, index_scores, route
+
+    types = dict.fromkeys(("maximum_ptr", "sum_ptr", "out_ptr", "sink_ptr", "partial_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "w_ptr", "q_ptr", "kv_ptr", "parts_ptr", "result_ptr"), "*bf16")
+    types |= {"visible_ptr": "*i1", "scale": "fp32"}
+    constants: dict[str, Any] = {"H": 64, "D": 512, "CHUNK": attention.CHUNK, "PLACES": attention.PLACES, "HEADS": attention.HEADS}
+    yield Variant(attention.chunk_kernel, "attend to a chunk", constants, types, 4, 1)
+    yield Variant(attention.merge_kernel, "merge chunks", {"H": 64, "D": 512}, types, 4)
+    for tokens in (16, 64, float32_linear.MOST_TOKENS):
+        constants = {"ROWS": float32_linear.ROWS, "STEP": float32_linear.STEP, "TOKENS": tokens}
+        yield Variant(float32_linear.bf16_kernel, f"bf16 linear, {tokens} tokens", constants, types, 4)
+    yield Variant(float32_linear.parts_kernel, "float32 activations in parts", {"BLOCK": 1024}, types | {"x_ptr": "*fp32"}, 4)
+    yield Variant(float32_linear.add_kernel, "add parts and splits", {"TERMS": 16, "BLOCK": 128}, types, 4)
+    floats = ("fn_ptr", "partial_ptr", "base_ptr", "scale_ptr", "pre_ptr", "post_ptr", "comb_ptr", "logits_ptr", "bias_ptr")
+    types = dict.fromkeys(floats, "*fp32") | {"norm_eps": "fp32", "scale": "fp32"}
+    constants = {"R": 24, "CHUNK": hyper_mix.CHUNK, "COLUMNS": hyper_mix.COLUMNS, "TOKENS": hyper_mix.TOKENS, "STEP": 128}
+    for is_bf16 in (True, False):
+        name = f"project the streams, {'bf16' if is_bf16 else 'float32'}"
+        of_streams = types | {"x_ptr": "*bf16" if is_bf16 else "*fp32"}
+        yield Variant(hyper_mix.project_kernel, name, constants | {"IS_BF16": is_bf16}, of_streams, 4)
+    constants = {"C": 128, "COLUMNS": hyper_mix.COLUMNS, "M": 4, "ITERATIONS": 20}
+    yield Variant(hyper_mix.mix_kernel, "mix the streams", constants, types, 1)
+    constants = {"K": 6, "PADDED": 512, "WIDTH": 8, "THRESHOLD": route.THRESHOLD, "SUM_FLOOR": route.SUM_FLOOR}
+    yield Variant(route.route_kernel, "choose experts", constants, types, 2)
+    types = dict.fromkeys(("q_ptr", "weights_ptr", "keys_ptr", "out_ptr"), "*bf16")
+    types |= dict.fromkeys(("tables_ptr", "seq_ids_ptr", "n_visible_ptr"), "*i64")
+    constants = {"H": 32, "D": 128, "ENTRIES": index_scores.ENTRIES}
+    yield Variant(index_scores.index_scores_kernel, "index scores", constants, types, 4)
+
+
+def quantized_variants() -> Iterator[Variant]:
+    """Kernels of quantised weights."""
     from deepinfer.ops.triton_kernels import block_scaled, fp4_experts, fp8_linear, quantize, routing
 
     fixed: dict[str, Any] = {"PDL": True}
@@ -61,7 +99,7 @@ def variants() -> Iterator[Variant]:
         quantize.norm_quantize_kernel, "norm and quantize", fixed | {"BLOCKS": 256, "INSTRUCTION": 3}, {"y_ptr": "*bf16"}, 16
     )
     prepare = fixed | {"BLOCKS": 256, "P2": 1024, "E": 384, "E2": 512, "SPLIT": False}
-    yield Variant(routing.prepare_kernel, "route", prepare, {}, 8)
+    yield Variant(routing.prepare_kernel, "sort pairs by expert", prepare, {}, 8)
     yield Variant(
         routing.combine_kernel,
         "combine",

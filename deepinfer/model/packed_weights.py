@@ -35,7 +35,6 @@ from deepinfer.ops.triton_kernels.packing import (
     unpack_fp8,
 )
 
-PACKED_BY_OWNER = (".wo_a", ".wq_a", ".attn.wkv", ".w1", ".w3")  # matrices that share an input, or are for groups
 EXPERTS_AT_ONCE = 16  # packing needs a few times their bytes beside them
 
 logger = logging.getLogger(__name__)

@@ -137,9 +137,12 @@ def test_experts_that_are_held_elsewhere_reach_the_kernels_as_such() -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
-def test_a_feed_forward_over_the_kernels_is_one_graph() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_feed_forward_over_the_kernels_is_one_graph(dynamic: bool) -> None:
     packed, _ = model_pair()
-    x, ffn = torch.randn(3, 256).bfloat16(), packed.layers[0].ffn
+    ffn = packed.layers[0].ffn
     torch.compiler.reset()
-    compiled = torch.compile(ffn, fullgraph=True, dynamic=False, backend="aot_eager")
-    assert torch.equal(compiled(x), ffn(x))
+    compiled = torch.compile(ffn, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (3, 8):
+        x = torch.randn(tokens, 256).bfloat16()
+        assert torch.equal(compiled(x), ffn(x))
