@@ -6,13 +6,14 @@ Legend: P prompt rows to score, F rows whose features are kept, L layers, K expe
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from deepinfer.dims import Float, Int, Tensor
+from deepinfer.model.compiled import is_compiled
 from deepinfer.model.moe import MoE
 from deepinfer.model.router import RouterOutput
 from deepinfer.model.transformer import Hidden, Layer, Transformer
@@ -125,7 +126,10 @@ def stage_observations(plan: SchedulerOutputs, vocab_size: int) -> StepObservati
 
 @contextmanager
 def recorded_experts(model: Transformer, wanted: bool) -> Iterator[list[Int[Tensor, "T K"]]]:
-    """The experts that each backbone layer chooses in the forwards of this context, in layer order; empty if not wanted."""
+    """The experts that each backbone layer chooses in the forwards of this context, in layer order; empty if not wanted.
+
+    Compiled layers run uncompiled meanwhile, which may change last bits.
+    """
     chosen: list[Tensor] = []
 
     def record(_module: object, _inputs: object, output: RouterOutput) -> None:
@@ -133,8 +137,11 @@ def recorded_experts(model: Transformer, wanted: bool) -> Iterator[list[Int[Tens
 
     layers = cast(list[Layer], list(model.layers)) if wanted else []
     handles = [cast(MoE, layer.ffn).gate.register_forward_hook(record) for layer in layers]
+    # Compiled code knows of no hook that came after it.
+    stance = torch.compiler.set_stance("force_eager") if wanted and is_compiled(model) else nullcontext()
     try:
-        yield chosen
+        with stance:
+            yield chosen
     finally:
         for handle in handles:
             handle.remove()

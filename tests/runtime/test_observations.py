@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from deepinfer.checkpoint.load import load_model
+from deepinfer.model.compiled import compile_model
 from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.observations import SCORED_AT_ONCE, StepObservations, recorded_experts, stage_observations
 from deepinfer.runtime.output_processor import features_of
 from deepinfer.sampling_params import SamplingParams
-from tests.runtime.harness import Harness, make_request, reference_outcome, tiny_model
+from tests.runtime.harness import GOLDEN, Harness, make_request, reference_outcome, tiny_model
 
 PROMPTS = [tuple(3 + (11 * i + 3 * length) % 310 for i in range(length)) for length in (1, 2, 9, 23)]
 WATCHED = SamplingParams(
@@ -65,6 +67,16 @@ def test_what_was_seen_is_the_same_in_chunks_ahead_behind_drafts_and_after_preem
             assert around.logprob == float(row[prompt[position + 1]])
             assert [token for token, _ in around.top] == row.sort(descending=True, stable=True).indices[:2].tolist()
             assert around.rank == 1 + int((row > around.logprob).sum())
+
+
+def test_experts_of_compiled_layers_are_recorded_too() -> None:
+    model = load_model(GOLDEN / "bf16_full", "float32", "cpu")
+    compile_model(model, backend="eager")
+    token_ids = torch.tensor(PROMPTS[2])
+    _, _, expected = whole_sequence(PROMPTS[2])
+    with recorded_experts(model, wanted=True) as experts, torch.inference_mode():
+        model.forward_rows(*model.whole_sequences(token_ids))
+    np.testing.assert_array_equal(torch.stack(experts, dim=1).numpy(), expected)
 
 
 def test_a_long_chunk_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
