@@ -170,6 +170,8 @@ class Ops:
     hyper_mix: HyperMixFn | None = None
     index_scores: IndexScoresFn | None = None
     route: RouteFn | None = None
+    # Padding rows visit no experts, which the plain forms cannot skip.
+    skips_padding: bool = False
     # The weights are repacked for the kernels when the model has been loaded.
     packs_weights: bool = False
     # Shapes may not depend on values: experts are gathered for each token instead of visited one by one.
@@ -226,6 +228,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         index_scores=triton_forms.index_scores,
         route=triton_forms.route,
         packs_weights=True,
+        skips_padding=True,
     )
 
 

@@ -22,7 +22,7 @@ from deepinfer.model.linear import Float32Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.rope import RotaryEmbedding
-from deepinfer.model.rows import Rows, pack_rows
+from deepinfer.model.rows import TRASH_SLOT, Rows, pack_rows
 
 WHOLE_SEQUENCE_BLOCK = 64
 
@@ -75,6 +75,7 @@ class Transformer(nn.Module):
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
         streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1).contiguous()
         pre_mix = first_stream(streams)
+        is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding else None
         shared, features = Shared(), []
         # A model cut to its first layers keeps the ids, but has no draft blocks.
         targets = config.draft.target_layer_ids if config.draft.n_layers else ()
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
             if index in targets:
                 # The block's input, with its Engram, not its output.
                 features.append(streams.float().mean(dim=1).to(streams.dtype))
-            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index])
+            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding)
         return Hidden(collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
     def logits(self, final: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:

@@ -74,7 +74,8 @@ def experts(
     if stack.w2.packed is None or stack.w1.packed is None:
         return inductor_forms.experts(x, weights, ids, stack)
     up, down = stack.w1.packed.tensors(), stack.w2.packed.tensors()
-    return fp4_experts(x, stack.local_ids(ids), weights, *up, *down, stack.swiglu_limit, stack.holds_all)
+    # Padding rows have no expert, so that not every pair is computed.
+    return fp4_experts(x, stack.local_ids(ids), weights, *up, *down, stack.swiglu_limit, False)
 
 
 def combine(outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]:
