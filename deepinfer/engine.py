@@ -337,6 +337,7 @@ def _serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
     try:
         loop.run_until_complete(core.run())
     finally:
+        core.worker.device.close()
         loop.close()
 
 

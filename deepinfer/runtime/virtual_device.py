@@ -57,6 +57,9 @@ class VirtualDevice:
     def synchronize(self, event: VirtualEvent) -> None:
         event.query()
 
+    def close(self) -> None:
+        pass
+
     def capture(self, fn: Thunk) -> Thunk:
         return fn
 
