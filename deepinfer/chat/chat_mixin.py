@@ -16,6 +16,7 @@ from deepinfer.errors import RecipeError, Rejected
 from deepinfer.outputs import ChatMessage, RequestOutput
 from deepinfer.prompts import Prompt
 from deepinfer.sampling_params import SamplingParams, shown
+from deepinfer.structured_outputs import StructuredOutputs
 from deepinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class ChatMixin:
         Args:
             messages, tools, tool_choice, thinking, reasoning_effort, response_format: see `Recipe.render`.
             sampling_params: one for all conversations, or one for each; None is `SamplingParams()`, which ends an answer
-                after 16 tokens.
+                after 16 tokens. Structured output begins behind the reasoning.
             encoding_version: of the prompts.
             format: None gives a list of `RequestOutput`, whose completions have the answer taken apart in `message` beside
                 its `text`; "openai" gives dictionaries as OpenAI's API, one for one conversation, a list for a list.
@@ -84,8 +85,12 @@ class ChatMixin:
                 raise error if is_single else error.within("messages", f"messages[{index}]") from None
             prompts.append(prompt)
         ids = [_token_ids(TokenAdder(self.tokenizer), prompt) for prompt in prompts]
-        outputs = self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
-        each = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(outputs)
+        each = sampling_params
+        if not isinstance(each, Sequence):
+            each = [each or SamplingParams()] * len(prompts)
+        if len(each) == len(prompts):  # else `generate` says what is wrong
+            each = [_after_reasoning(params, prompt, self.tokenizer) for params, prompt in zip(each, prompts, strict=True)]
+        outputs = self.generate([{"prompt_token_ids": i} for i in ids], each, use_tqdm=use_tqdm)
         answers = [
             _AnswerReader(prompt, params, self.tokenizer, self._library_tokenizer).read(output)
             for output, prompt, params in zip(outputs, prompts, each, strict=True)
@@ -130,6 +135,7 @@ class ChatMixin:
             reasoning_effort=reasoning_effort,
             response_format=response_format,
         )
+        params = _after_reasoning(params, prompt, self.tokenizer)
         adder = token_adder or TokenAdder(self.tokenizer)
         reader = _AnswerReader(prompt, params, self.tokenizer, self._library_tokenizer)
         answer: RequestOutput | None = None
@@ -177,6 +183,19 @@ def _conversations(messages: object) -> tuple[list[Any], bool]:
     items = read_list(messages, "messages")
     is_list = bool(items) and all(isinstance(item, Sequence) and not isinstance(item, str | bytes) for item in items)
     return (items, False) if is_list else ([items], True)
+
+
+def _after_reasoning(params: Any, prompt: RenderedPrompt, tokenizer: Tokenizer) -> Any:
+    """Parameters whose structured output, if there is any, begins behind the reasoning that the prompt opens."""
+    form = params.structured_outputs if isinstance(params, SamplingParams) else None
+    if (
+        not isinstance(form, StructuredOutputs)
+        or form.reasoning_end
+        or prompt.response_start not in ("reasoning", "continued_reasoning")
+    ):
+        return params
+    marker = tuple(tokenizer.encode("</think>"))
+    return replace(params, structured_outputs=replace(form, reasoning_end=marker))
 
 
 def _token_ids(adder: TokenAdder, prompt: RenderedPrompt) -> list[int]:

@@ -11,12 +11,13 @@ EOS = 1
 
 
 class ScriptedEngine(ChatMixin):
-    """`generate` and `stream` give the answers in their order, one for each completion. `prompts` holds what was asked."""
+    """`generate` and `stream` give the answers in their order, one for each completion. `prompts` and `params` hold what was asked."""
 
     name = "scripted"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.answers, self.prompts = tokenizer, list[list[int]](), list[list[int]]()
+        self.params: list[SamplingParams] = []
 
     def ids(self, answer: list[int] | str) -> list[int]:
         return [*self.tokenizer.encode(answer), EOS] if isinstance(answer, str) else answer
@@ -32,6 +33,7 @@ class ScriptedEngine(ChatMixin):
     def states(self, prompt: Any, params: SamplingParams) -> list[RequestOutput]:
         """The request's outputs, one for each token; an answer that does not end with EOS ends by length."""
         self.prompts.append(prompt["prompt_token_ids"])
+        self.params.append(params)
         answers = [self.answers.pop(0) for _ in range(params.n)]
         return [
             RequestOutput(

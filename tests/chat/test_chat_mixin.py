@@ -21,6 +21,7 @@ from deepinfer import (
     Rejected,
     RequestOutput,
     SamplingParams,
+    StructuredOutputs,
     TokenAdder,
     Tokenizer,
     TokenizerError,
@@ -54,6 +55,15 @@ def test_an_answer_is_taken_apart(script: Script, published_tokenizer: Tokenizer
     assert completion.text == f"so</think>\n\nwell{CALLS}"
     call = ToolCall("call_1_0_0", "look_up", '{"a": [1]}')
     assert completion.message == ChatMessage(content="well", reasoning_content="so", tool_calls=(call,))
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_form_begins_behind_the_reasoning(script: Script, published_tokenizer: Tokenizer, thinking: bool) -> None:
+    engine = script("so</think>{}")
+    engine.chat(HELLO, SamplingParams(structured_outputs=StructuredOutputs(json_object=True)), thinking=thinking)
+    form = engine.params[-1].structured_outputs
+    marker = (published_tokenizer.backend.token_to_id("</think>"),)
+    assert form.reasoning_end == (marker if thinking else ())
 
 
 def test_every_setting_reaches_the_prompt(script: Script) -> None:

@@ -43,7 +43,7 @@ def test_the_prompt_is_computed_once(depth: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("settings", [{"budget": 5}, {"max_num_seqs": 2}, {"num_blocks": 16}, {"max_num_seqs": 3, "budget": 3}])
+@pytest.mark.parametrize("settings", [{"budget": 5}, {"max_num_seqs": 2}, {"num_blocks": 20}, {"max_num_seqs": 3, "budget": 3}])
 def test_completions_without_room_wait_and_start_again(settings: dict[str, int], drafts: int) -> None:
     harness = Harness(FuzzDevice(1), depth=1, num_speculative_tokens=drafts, **{"num_blocks": 60} | settings)
     add_group(harness)
