@@ -188,11 +188,8 @@ def _conversations(messages: object) -> tuple[list[Any], bool]:
 def _after_reasoning(params: Any, prompt: RenderedPrompt, tokenizer: Tokenizer) -> Any:
     """Parameters whose structured output, if there is any, begins behind the reasoning that the prompt opens."""
     form = params.structured_outputs if isinstance(params, SamplingParams) else None
-    if (
-        not isinstance(form, StructuredOutputs)
-        or form.reasoning_end
-        or prompt.response_start not in ("reasoning", "continued_reasoning")
-    ):
+    opens_reasoning = prompt.response_start in ("reasoning", "continued_reasoning")
+    if not isinstance(form, StructuredOutputs) or form.reasoning_end or not opens_reasoning:
         return params
     marker = tuple(tokenizer.encode("</think>"))
     return replace(params, structured_outputs=replace(form, reasoning_end=marker))

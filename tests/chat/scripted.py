@@ -11,7 +11,7 @@ EOS = 1
 
 
 class ScriptedEngine(ChatMixin):
-    """`generate` and `stream` give the answers in their order, one for each completion. `prompts` and `params` hold what was asked."""
+    """`generate` and `stream` give the answers in order, one for each completion. `prompts` and `params` hold what was asked."""
 
     name = "scripted"
 
