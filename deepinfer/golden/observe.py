@@ -28,8 +28,9 @@ Elsewhere there is one row for each position. Rows that end no compressed entry 
 In a pattern `*` stands for one part of a name (or some letters of it), `**` for any number of parts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ from deepinfer.model.draft import Proposal
 from deepinfer.model.hyper_connection import HyperConnection
 from deepinfer.model.indexer import Indexer, Shared
 from deepinfer.model.linear import Float32Linear
+from deepinfer.model.moe import SharedExpert
+from deepinfer.model.numerics import Numerics
 from deepinfer.model.rope import RopeTables, RotaryEmbedding
 from deepinfer.model.router import Router
 from deepinfer.model.rows import Rows
@@ -213,12 +216,15 @@ class _Watch:
         elif last == "wo_a":
             self.on_method("forward_groups", {"in": lambda args, out: args[0], "": lambda args, out: out})
         elif path not in ("", "head", "mtp"):
+            if isinstance(module, SharedExpert):
+                self.on_linears("w1", "w3")
             shows_input = last in COLLAPSING_NORMS
             self.on_output(({"in": lambda args, out: args[0]} if shows_input else {}) | {"": lambda args, out: out})
 
     def _watch_attention(self, module: Attention) -> None:
-        self.on_method("queries", {"query": lambda args, out: out[1]})
-        self.on_method("window_rows", {"window": lambda args, out: out})
+        self.on_linears("wq_a", "wkv")
+        self.on_method("_heads", {"query": lambda args, out: out[1]})
+        self.on_method("_rows", {"window": lambda args, out: out})
         if module.compressor is not None:
             self.on_method("_publish_entries", {part: partial(_published, part) for part in ("entries", "index_keys")})
         self.on_method("_attend", {"heads": lambda args, out: out})
@@ -244,10 +250,27 @@ class _Watch:
         self.module.__dict__[name] = watched
         self.undo.append(partial(self.module.__dict__.pop, name))
 
+    def on_linears(self, *names: str) -> None:
+        """Keep the products of matrices that the module hands to `ops.linears` together instead of calling each."""
+        if not self._wants(names):
+            return
+        module: Any = self.module
+        own: Numerics = module.numerics
+        name_of = {id(getattr(module, name)): name for name in names}
+
+        def watched(x: Tensor, matrices: tuple[Any, ...], numerics: Numerics) -> tuple[Tensor, ...]:
+            products = own.ops.linears(x, matrices, numerics)
+            for matrix, product in zip(matrices, products, strict=True):
+                self.seen.keep(self._named(name_of[id(matrix)]), product)
+            return products
+
+        module.numerics = replace(own, ops=replace(own.ops, linears=watched))
+        self.undo.append(partial(setattr, module, "numerics", own))
+
     def _named(self, field: str) -> str:
         return f"{self.path}.{field}" if field else self.path
 
-    def _wants(self, fields: "Fields") -> bool:
+    def _wants(self, fields: Iterable[str]) -> bool:
         names = [self._named(field) for field in fields]
         names += [f"{name}.features" for name in names]
         return any(self.seen.wants(name) for name in names) or (self.path == "embed" and self.seen.wants("mtp.inputs"))

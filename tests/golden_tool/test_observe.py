@@ -66,13 +66,16 @@ def test_names_come_in_execution_order_and_modules_exist() -> None:
         "embed",
         "layers.0.hc_attn.pre",
         "layers.0.attn_norm.in",
+        "layers.0.attn.wq_a",
         "layers.0.attn.query",
+        "layers.0.attn.window",
         "layers.0.attn.heads",
         "layers.0.attn.wo_a.in",
         "layers.0.attn",
         "layers.0.hc_ffn.in",
         "layers.0.ffn.gate.ids",
         "layers.0.ffn.experts",
+        "layers.0.ffn.shared_experts.w1",
         "layers.0",
         "layers.1.engram.hash",
         "layers.1.engram",
@@ -128,17 +131,19 @@ def test_steps_and_the_whole_sequence_give_the_same_tensors() -> None:
 def fail_while_observing(model: Transformer) -> None:
     with observing(model, ALL):
         assert model.layers[0]._forward_hooks
-        assert "queries" in vars(model.layers[0].attn)
+        assert "_heads" in vars(model.layers[0].attn)
         raise RuntimeError("inside")
 
 
 def test_the_model_is_as_before_when_the_context_ends() -> None:
     model = fresh_model()
+    numerics = model.layers[0].attn.numerics
     with pytest.raises(RuntimeError, match="inside"):
         fail_while_observing(model)
+    assert model.layers[0].attn.numerics is numerics
     for module in model.modules():
         assert not module._forward_hooks
-        assert not {"queries", "window_rows", "_attend", "_publish_entries", "forward_groups"} & vars(module).keys()
+        assert not {"_heads", "_rows", "_attend", "_publish_entries", "forward_groups"} & vars(module).keys()
 
 
 def test_modules_that_no_pattern_concerns_are_left_alone() -> None:
