@@ -22,6 +22,7 @@ from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
+from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_ring_snapshots, replay_policy
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
@@ -72,8 +73,11 @@ class EngineCore:
         self.limits = _limits(model, config, device)
         self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device), config.spec_verification)
         is_speculative = self.limits.num_speculative_tokens > 0
-        self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic, is_speculative)
+        precision = model.numerics.precision.name
+        self.outputs = OutputProcessor(tokenizer, precision, time.monotonic, is_speculative, config.replay)
         self.steps = self.generated_tokens = 0
+        self._replay_policy = replay_policy(model, config)
+        self._cache_names = cache_names(model, config)
         self._next_seq_id = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -83,7 +87,8 @@ class EngineCore:
 
     def _reset(self) -> None:
         drafts = self.limits.num_speculative_tokens
-        self.scheduler = Scheduler(self.limits, DraftBudget(drafts) if drafts and self.config.adaptive_verification else None)
+        budget = DraftBudget(drafts) if drafts and self.config.adaptive_verification else None
+        self.scheduler = Scheduler(self.limits, budget, self._replay_policy, self._cache_names)
         self.loop = StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
 
     def _on_events(self, events: list[SequenceEvent]) -> None:
@@ -246,6 +251,7 @@ def _limits(model: Transformer, config: EngineConfig, device: Device) -> Schedul
         block_size=config.block_size,
         num_blocks=num_blocks,
         num_speculative_tokens=num_drafts(model, config),
+        num_ring_snapshots=num_ring_snapshots(config),
     )
 
 
@@ -290,7 +296,7 @@ def _open_worker(
 ) -> Worker:
     drafts = limits.num_speculative_tokens
     sizes = CacheSizes(
-        num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=drafts
+        num_slots=limits.num_slots, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=max_backtrack(limits)
     )
     try:
         return Worker(model, sizes, device, buckets, drafts, verification)
