@@ -24,11 +24,13 @@ class CacheNames:
 
     Attributes:
         root: digest of everything besides tokens that cached entries depend on.
+        keeps_rings: whether the rings at the end of a prefix are kept.
         max_backtrack: rows beyond a sequence's end that may have been written without spoiling the rings at its end.
         context: tokens before a row that its n-grams reach back to.
     """
 
     root: bytes
+    keeps_rings: bool
     max_backtrack: int
     context: int
 
@@ -72,6 +74,7 @@ class Recovery:
         self.release = DeferredRelease(self.blocks, self.slots)
         self._before: list[CacheCopy] = []
         self._after: list[CacheCopy] = []
+        self._new_endings: list[Ending] = []
 
     # ---- entering -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class Recovery:
     def _save_points(self, sequence: Sequence, entry: Entry, matched: int) -> tuple[int, ...]:
         """Where the prompt's rings shall be kept: at its last block edge, for whoever asks again, and where it leaves a stored
         prefix that has no snapshot yet, for whoever branches off there next."""
-        if self.cache is None or self.policy.mode != "exact":
+        if self.cache is None or self.names is None or not self.names.keeps_rings:
             return ()
         last = (len(sequence.token_ids) - 1) // self.block_size * self.block_size
         points = sorted({point for point in (matched, last) if point > entry.start})
@@ -162,19 +165,21 @@ class Recovery:
         """A chunk that ends at `end` is part of step `step_seq`: keep its rings if they are wanted and there is room."""
         if end not in sequence.save_points or self.slots.num_free == 0:
             return
-        assert self.cache is not None
         assert sequence.slot is not None
         num_blocks = end // self.block_size
         (slot,) = self._shared_slots.take(1)
-        if self.cache.add_ending(Ending(sequence.digests[num_blocks - 1], num_blocks, (), None, slot)):
-            self._after.append(CacheCopy("slot", sequence.slot, slot))
-            self.counters.snapshots += 1
+        self._after.append(CacheCopy("slot", sequence.slot, slot))
+        self._new_endings.append(Ending(sequence.digests[num_blocks - 1], num_blocks, (), None, slot))
         self.release.defer(step_seq, (), slot)
 
     def take_copies(self) -> tuple[tuple[CacheCopy, ...], tuple[CacheCopy, ...]]:
         """The copies to make before and after the forward of the step that is planned now."""
         copies = tuple(self._before), tuple(self._after)
-        self._before, self._after = [], []
+        # Only now: whoever enters in this very step copies before there is anything to copy.
+        for ending in self._new_endings:
+            assert self.cache is not None
+            self.counters.snapshots += self.cache.add_ending(ending)
+        self._before, self._after, self._new_endings = [], [], []
         return copies
 
     def confirmed(self, sequence: Sequence) -> None:
@@ -207,7 +212,7 @@ class Recovery:
         digest = sequence.digests[num_blocks - 1] if num_blocks else self.cache.root
         # Rows in flight, and rejected ones, have written behind the end.
         is_intact = sequence.next_position - end <= self.names.max_backtrack
-        if self.policy.mode == "exact" and 0 < end >= right_from and is_intact:
+        if self.names.keeps_rings and 0 < end >= right_from and is_intact:
             self.counters.snapshots += self.cache.add_ending(Ending(digest, num_blocks, tokens, block, sequence.slot))
         elif self.policy.mode == "bounded" and tokens and end >= write_floor:
             self.cache.add_ending(Ending(digest, num_blocks, tokens, block, None))

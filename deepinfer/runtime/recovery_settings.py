@@ -54,6 +54,7 @@ def cache_names(model: Transformer, config: EngineConfig) -> CacheNames | None:
     has_engram = bool(model.config.engram.layer_ids)
     return CacheNames(
         root=digest.digest(),
+        keeps_rings=num_ring_snapshots(config) > 0,
         max_backtrack=drafts + (num_ring_snapshots(config) > 0),
         context=model.config.engram.max_ngram_size - 1 if has_engram else 0,
     )
