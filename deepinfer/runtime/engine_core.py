@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm.auto import tqdm
 
@@ -22,10 +23,13 @@ from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
+from deepinfer.runtime.prefix_cache import PrefixCache
+from deepinfer.runtime.prefix_file import load_prefixes, save_prefixes
 from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_ring_snapshots, replay_policy
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
+from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
@@ -42,6 +46,7 @@ class EngineStats:
         steps: steps applied.
         drafted_tokens: drafts proposed.
         verified_by_position, accepted_by_position: drafts that got a row, and those that stood, by their place in a proposal.
+        cached_tokens, replayed_tokens: tokens whose entries came from the prefix cache, and those of them that ran again.
         tokens_per_step: tokens that a sequence gained, on average, from a step that could verify drafts of it.
     """
 
@@ -60,6 +65,8 @@ class EngineStats:
     verified_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
     tokens_per_step: float
+    cached_tokens: int
+    replayed_tokens: int
 
 
 class EngineCore:
@@ -201,6 +208,25 @@ class EngineCore:
             self._wake.set()
             await self._idle.wait()
 
+    async def save_prefixes(self, path: Path) -> int:
+        """Write the stored prefixes once nothing runs; returns tokens. Raises: ConfigError with caching off, PrefixFileError."""
+        await self.flush()
+        return save_prefixes(path, self._prefix_cache(), self.worker.cache)
+
+    async def load_prefixes(self, path: Path) -> int:
+        """Take in stored prefixes once nothing runs; returns tokens. Raises: ConfigError with caching off, PrefixFileError."""
+        await self.flush()
+        blocks, slots = self.scheduler.blocks, self.scheduler.slots
+        cache = self._prefix_cache()
+        assert isinstance(blocks, SharedIdPool)
+        assert isinstance(slots, SharedIdPool)
+        return load_prefixes(path, cache, blocks, slots, self.worker.cache)
+
+    def _prefix_cache(self) -> PrefixCache:
+        if self.scheduler.recovery.cache is None:
+            raise ConfigError("EngineConfig.enable_prefix_caching = False: there are no stored prefixes; set it to True")
+        return self.scheduler.recovery.cache
+
     def close(self) -> None:
         """Ask the loop to stop before its next step."""
         self._is_closing = True
@@ -225,6 +251,8 @@ class EngineCore:
             verified_by_position=tuple(counters.verified_at),
             accepted_by_position=tuple(counters.accepted_at),
             tokens_per_step=1 + counters.accepted / max(counters.verify_steps, 1),
+            cached_tokens=self.scheduler.recovery.counters.cached_tokens,
+            replayed_tokens=self.scheduler.recovery.counters.replayed_tokens,
         )
 
 

@@ -12,6 +12,7 @@ A refused file changes nothing; prompts are then simply computed.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,9 @@ class _Contents:
 
 
 def load_prefixes(path: Path, cache: PrefixCache, blocks: SharedIdPool, slots: SharedIdPool, memory: ModelCache) -> int:
-    """Take the prefixes of a file into the cache, as far as memory is free; returns tokens in full blocks. Nothing may be in flight.
+    """Take the prefixes of a file into the cache, as far as memory is free; returns tokens in full blocks.
+
+    Nothing may be in flight.
 
     Raises: PrefixFileError if the file is damaged, of another version, or of another model or setting; the cache is then unchanged.
     """
@@ -109,7 +112,7 @@ def load_prefixes(path: Path, cache: PrefixCache, blocks: SharedIdPool, slots: S
     return len(wanted) * cache.block_size
 
 
-def _place(memory: list[Tensor], ids: list[int | None], contents: list[Tensor], rows: list[int]) -> None:
+def _place(memory: list[Tensor], ids: Sequence[int | None], contents: list[Tensor], rows: list[int]) -> None:
     for target, source in zip(memory, contents, strict=True):
         place = torch.tensor(ids, dtype=torch.int64, device=target.device)
         target[place] = source[rows].to(target.device)
