@@ -96,7 +96,7 @@ def test_a_damaged_file_is_refused_and_the_prompt_computed(damage: Callable[[byt
     damaged.write_bytes(damage(content))
     assert damaged.read_bytes() != content
     with load() as engine:
-        with pytest.raises(PrefixFileError, match="damaged.safetensors"):
+        with pytest.raises(PrefixFileError, match=r"damaged\.safetensors"):
             engine.load_prefix_cache(damaged)
         output = complete(engine, LONGER)
         assert output.num_cached_tokens == 0
