@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deepinfer.cli import bench_replay
+
 NAME = "bench"
 HELP = "measure the engine on this machine"
 
@@ -32,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timeline.add_argument("--batch", type=int, default=16, help="batch size (default 16)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
     for kind in (scheduler, overlap, masks):
+    bench_replay.add_arguments(kinds)
+    for kind in (scheduler, overlap):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -40,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "timeline":
         return run_timeline(args)
     rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
+    if args.what == "replay":
+        return bench_replay.run(args, print_table)
+    rows = scheduler_rows(args) if args.what == "scheduler" else overlap_rows(args)
     print_table(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
