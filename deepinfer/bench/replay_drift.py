@@ -92,7 +92,7 @@ def measure_drift(model: Transformer, pieces: Iterable[Piece], rows: Iterable[in
     for what, exact in (("recovery", recovery), ("truncation", truncation)):
         published = window if what == "recovery" else window + BOUNDED_TAIL_EXTRA
         for count in sorted({*rows, published, exact - window, exact}):
-            if count <= min(piece.num_known for piece in pieces):
+            if 0 <= count <= min(piece.num_known for piece in pieces):
                 yield _summary(what, count, full, [reading.again(what, count) for reading in full], total)
 
 
