@@ -44,6 +44,7 @@ class EngineConfig:
             stays the same (to the bit with `batch_invariant`); "bounded" saves more and is an approximation; see
             `deepinfer.runtime.replay`.
         num_ring_snapshots: window rings kept beside those of running sequences, for "exact"; None: as many as `max_num_seqs`.
+        num_host_blocks: cache blocks in host memory that take in what the device gives away of stored prefixes.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
         seed: seeds of requests that bring none derive from it.
@@ -67,6 +68,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     replay: ReplayMode = "full"
     num_ring_snapshots: int | None = None
+    num_host_blocks: int = 0
     max_queued_requests: int = 100_000
     max_logprobs: int = 20
     seed: int = 0
@@ -100,6 +102,7 @@ class EngineConfig:
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
         require("replay", self.replay in get_args(ReplayMode), f"expected one of {', '.join(get_args(ReplayMode))}")
         valid = self.num_ring_snapshots is None or is_int("num_ring_snapshots", 0)
+        require("num_host_blocks", is_int("num_host_blocks", 0), f"expected an integer from 0 to {LARGEST}")
         require("num_ring_snapshots", valid, f"expected None or an integer from 0 to {LARGEST}")
         for name in ("adaptive_verification", "batch_invariant", "enable_prefix_caching"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")

@@ -25,7 +25,7 @@ from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
 from deepinfer.runtime.prefix_cache import PrefixCache
 from deepinfer.runtime.prefix_file import load_prefixes, save_prefixes
-from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_ring_snapshots, replay_policy
+from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_host_blocks, num_ring_snapshots, replay_policy
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
@@ -78,7 +78,7 @@ class EngineCore:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device) -> None:
         self.config = config
         self.limits = _limits(model, config, device)
-        self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device), config.spec_verification)
+        self.worker = _open_worker(model, self.limits, device, config)
         is_speculative = self.limits.num_speculative_tokens > 0
         precision = model.numerics.precision.name
         self.outputs = OutputProcessor(tokenizer, precision, time.monotonic, is_speculative, config.replay)
@@ -216,6 +216,7 @@ class EngineCore:
     async def load_prefixes(self, path: Path) -> int:
         """Take in stored prefixes once nothing runs; returns tokens. Raises: ConfigError with caching off, PrefixFileError."""
         await self.flush()
+        self.scheduler.recovery.drop_offloads()
         blocks, slots = self.scheduler.blocks, self.scheduler.slots
         cache = self._prefix_cache()
         assert isinstance(blocks, SharedIdPool)
@@ -319,15 +320,13 @@ def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> 
     return tuple(1 << i for i in range((config.max_num_seqs - 1).bit_length() + 1))
 
 
-def _open_worker(
-    model: Transformer, limits: SchedulerLimits, device: Device, buckets: tuple[int, ...], verification: str
-) -> Worker:
-    drafts = limits.num_speculative_tokens
+def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device, config: EngineConfig) -> Worker:
+    drafts, buckets = limits.num_speculative_tokens, decode_buckets(model, config, device)
     sizes = CacheSizes(
         num_slots=limits.num_slots, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=max_backtrack(limits)
     )
     try:
-        return Worker(model, sizes, device, buckets, drafts, verification)
+        return Worker(model, sizes, device, buckets, drafts, config.spec_verification, num_host_blocks(config))
     # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
     except RuntimeError as error:
         raise CapacityError(

@@ -40,11 +40,20 @@ class ReplaySpan(NamedTuple):
 
 
 class CacheCopy(NamedTuple):
-    """A copy between two cache blocks, or between two slots."""
+    """A copy between two cache blocks or two slots, from a block to a place in host memory, or back."""
 
-    kind: Literal["block", "slot"]
+    kind: Literal["block", "slot", "offload", "restore"]
     source: int
     target: int
+
+    @property
+    def places(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """What it reads and what it writes."""
+        if self.kind == "offload":
+            return ("block", self.source), ("host block", self.target)
+        if self.kind == "restore":
+            return ("host block", self.source), ("block", self.target)
+        return (self.kind, self.source), (self.kind, self.target)
 
 
 class SequencePlan(NamedTuple):

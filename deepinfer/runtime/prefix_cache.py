@@ -7,10 +7,12 @@ The pools own the memory and decide what goes first (least recently used); here 
 """
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from deepinfer.runtime.host_tier import HostTier
 from deepinfer.runtime.shared_ids import SharedIdPool
 
 DIGEST_BYTES = 16
@@ -38,19 +40,23 @@ class Match:
     """What is stored of a prompt.
 
     Attributes:
-        blocks: full blocks from its start.
+        blocks: full blocks from its start; None where a block is in host memory.
         ending: the longest ending among its prefixes, if there is any.
     """
 
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int | None, ...] = ()
     ending: Ending | None = None
 
 
 class PrefixCache:
     """The index. Mutated by the scheduler alone; `blocks` and `slots` keep what is registered here until they need the room."""
 
-    def __init__(self, root: bytes, block_size: int, blocks: SharedIdPool, slots: SharedIdPool) -> None:
-        self.root, self.block_size = root, block_size
+    def __init__(
+        self, root: bytes, block_size: int, blocks: SharedIdPool, slots: SharedIdPool, host: HostTier | None = None
+    ) -> None:
+        self.root, self.block_size, self.host = root, block_size, host or HostTier(0)
+        # Told of a block that the device gives away and the place in host memory that shall take it in.
+        self.on_offload: Callable[[int, int], None] = lambda block, place: None
         self._blocks, self._slots = blocks, slots
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -68,14 +74,14 @@ class PrefixCache:
             tokens = array("q", token_ids[index * size : (index + 1) * size]).tobytes()
             digests.append(blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
 
-    def match(self, digests: list[bytes], token_ids: Tokens[int]) -> Match:
+    def match(self, digests: list[bytes], token_ids: Tokens[int], *, with_host: bool = True) -> Match:
         """The longest stored prefix of a prompt, at most all tokens but the last: one row has to run for the next token."""
         limit = len(token_ids) - 1
-        blocks: list[int] = []
+        blocks: list[int | None] = []
         best = self._ending_at(self.root, 0, token_ids, limit)
         for digest in digests[: limit // self.block_size]:
             block = self._block_of.get(digest)
-            if block is None:
+            if block is None and (not with_host or self.host.find(digest) is None):
                 break
             blocks.append(block)
             best = self._ending_at(digest, len(blocks), token_ids, limit) or best
@@ -127,6 +133,9 @@ class PrefixCache:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+            place = self.host.store(digest)
+            if place is not None:
+                self.on_offload(block, place)
         ending = self._ending_of_block.get(block)
         if ending is not None:
             self._drop(ending)

@@ -9,6 +9,7 @@ handed to `DeferredRelease` with the step as its fence.
 
 from dataclasses import dataclass
 
+from deepinfer.runtime.host_tier import HostTier
 from deepinfer.runtime.ids import IdPool
 from deepinfer.runtime.plan import CacheCopy
 from deepinfer.runtime.prefix_cache import Ending, Match, PrefixCache
@@ -27,12 +28,14 @@ class CacheNames:
         keeps_rings: whether the rings at the end of a prefix are kept.
         max_backtrack: rows beyond a sequence's end that may have been written without spoiling the rings at its end.
         context: tokens before a row that its n-grams reach back to.
+        num_host_blocks: places in host memory for blocks that the device gives away.
     """
 
     root: bytes
     keeps_rings: bool
     max_backtrack: int
     context: int
+    num_host_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -70,11 +73,16 @@ class Recovery:
         else:
             self._shared_blocks, self._shared_slots = SharedIdPool(num_blocks), SharedIdPool(num_slots)
             self.blocks, self.slots = self._shared_blocks, self._shared_slots
-            self.cache = PrefixCache(names.root, block_size, self._shared_blocks, self._shared_slots)
+            host = HostTier(names.num_host_blocks)
+            self.cache = PrefixCache(names.root, block_size, self._shared_blocks, self._shared_slots, host)
+            self.cache.on_offload = self._offload
         self.release = DeferredRelease(self.blocks, self.slots)
         self._before: list[CacheCopy] = []
         self._after: list[CacheCopy] = []
         self._new_endings: list[Ending] = []
+
+    def _offload(self, block: int, place: int) -> None:
+        self._before.append(CacheCopy("offload", block, place))
 
     # ---- entering -----------------------------------------------------------------------------------------------------
 
@@ -83,10 +91,18 @@ class Recovery:
 
         `leave` undoes it; `entered` makes it final. Mutates the sequence.
         """
-        match, known = Match(), len(sequence.token_ids)
-        if self.cache is not None and from_cache:
-            self.cache.extend_digests(sequence.digests, sequence.token_ids)
-            match = self.cache.match(sequence.digests, sequence.token_ids)
+        if self.cache is None:
+            return self._enter(sequence, Match())
+        self.cache.extend_digests(sequence.digests, sequence.token_ids)
+        for with_host in (True, False) if from_cache else ():
+            match = self.cache.match(sequence.digests, sequence.token_ids, with_host=with_host)
+            entry = self._enter(sequence, match)
+            if self._claim(sequence, match.blocks[: entry.end // self.block_size]):
+                return entry
+        return self._enter(sequence, Match())
+
+    def _enter(self, sequence: Sequence, match: Match) -> Entry:
+        """What `match` makes of the sequence, without any ownership yet."""
         ending, matched = match.ending, len(match.blocks) * self.block_size
         ending_at = 0 if ending is None else ending.num_blocks * self.block_size + len(ending.tokens)
         has_snapshot = ending is not None and ending.slot is not None
@@ -96,19 +112,36 @@ class Recovery:
         sequence.ending = (
             ending if ending is not None and entry.end == ending_at and (ending.tokens or entry.from_snapshot) else None
         )
-        if entry.end:
-            sequence.blocks = match.blocks[: entry.end // self.block_size]
-            self._shared_blocks.share(sequence.blocks)
-            if sequence.ending is not None:
-                self._share_ending(sequence.ending)
         sequence.confirmed = entry.start
         sequence.save_points = self._save_points(sequence, entry, len(match.blocks) * self.block_size)
-        sequence.replay = self.policy.span(entry, known, sequence.save_points)
+        sequence.replay = self.policy.span(entry, len(sequence.token_ids), sequence.save_points)
         return entry
 
-    def _share_ending(self, ending: Ending) -> None:
-        self._shared_blocks.share([] if ending.block is None else [ending.block])
-        self._shared_slots.share([] if ending.slot is None else [ending.slot])
+    def _claim(self, sequence: Sequence, found: tuple[int | None, ...]) -> bool:
+        """Make the sequence an owner of stored blocks and its ending; those in host memory come back into blocks of its own.
+
+        False if there is no room for these, or if making it has pushed them out; then nothing has changed hands.
+        """
+        assert self.cache is not None
+        ending, host = sequence.ending, self.cache.host
+        blocks = [] if ending is None or ending.block is None else [ending.block]
+        slots = [] if ending is None or ending.slot is None else [ending.slot]
+        present = [block for block in found if block is not None]
+        self._shared_blocks.share([*present, *blocks])
+        self._shared_slots.share(slots)
+        absent = [sequence.digests[n] for n, block in enumerate(found) if block is None]
+        restored: list[int] = []
+        if len(absent) <= self.blocks.num_free:
+            restored = self.blocks.take(len(absent))
+        if len(restored) < len(absent) or any(host.find(digest) is None for digest in absent):
+            self.blocks.give_back([*restored, *blocks, *reversed(present)])
+            self.slots.give_back(slots)
+            return False
+        # In order with whatever is offloaded before and after.
+        self._before += [CacheCopy("restore", host.use(d), block) for d, block in zip(absent, restored, strict=True)]
+        own = iter(restored)
+        sequence.blocks = tuple(next(own) if block is None else block for block in found)
+        return True
 
     def _save_points(self, sequence: Sequence, entry: Entry, matched: int) -> tuple[int, ...]:
         """Where the prompt's rings shall be kept: at its last block edge, for whoever asks again, and where it leaves a stored
@@ -121,6 +154,8 @@ class Recovery:
 
     def leave(self, sequence: Sequence) -> None:
         """Undo `enter`: nothing has been launched with it."""
+        owned = set(sequence.blocks)
+        self._before = [copy for copy in self._before if copy.kind != "restore" or copy.target not in owned]
         self.blocks.give_back(reversed(sequence.blocks))
         if sequence.ending is not None:
             self._give_back_ending(sequence.ending)
@@ -171,6 +206,12 @@ class Recovery:
         self._after.append(CacheCopy("slot", sequence.slot, slot))
         self._new_endings.append(Ending(sequence.digests[num_blocks - 1], num_blocks, (), None, slot))
         self.release.defer(step_seq, (), slot)
+
+    def drop_offloads(self) -> None:
+        """Forget the offloads that no step has made yet: something else is about to be written to their blocks."""
+        if self.cache is not None:
+            self.cache.host.forget({copy.target for copy in self._before if copy.kind == "offload"})
+            self._before = [copy for copy in self._before if copy.kind != "offload"]
 
     def take_copies(self) -> tuple[tuple[CacheCopy, ...], tuple[CacheCopy, ...]]:
         """The copies to make before and after the forward of the step that is planned now."""

@@ -24,6 +24,11 @@ def num_ring_snapshots(config: EngineConfig) -> int:
     return config.max_num_seqs if config.num_ring_snapshots is None else config.num_ring_snapshots
 
 
+def num_host_blocks(config: EngineConfig) -> int:
+    """Places in host memory for cache blocks."""
+    return config.num_host_blocks if config.enable_prefix_caching else 0
+
+
 def max_backtrack(limits: SchedulerLimits) -> int:
     """Rows that may be taken back: a step's drafts; where rings are kept, all rows of a decode step, which may be dropped whole."""
     return limits.num_speculative_tokens + (limits.num_ring_snapshots > 0)
@@ -57,6 +62,7 @@ def cache_names(model: Transformer, config: EngineConfig) -> CacheNames | None:
         keeps_rings=num_ring_snapshots(config) > 0,
         max_backtrack=drafts + (num_ring_snapshots(config) > 0),
         context=model.config.engram.max_ngram_size - 1 if has_engram else 0,
+        num_host_blocks=num_host_blocks(config),
     )
 
 

@@ -19,6 +19,7 @@ from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_b
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
+from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
@@ -61,7 +62,7 @@ def padded_shape(groups: int, drafts_each: int, table_width: int) -> PaddedShape
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
     """Names of the cache blocks and ring slots that a step may touch, for devices that check accesses."""
-    copied = [(copy.kind, i) for copy in (*plan.copies_before, *plan.copies_after) for i in (copy.source, copy.target)]
+    copied = [place for copy in (*plan.copies_before, *plan.copies_after) for place in copy.places]
     own = [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
     return list(dict.fromkeys([*own, *copied]))
 
@@ -86,12 +87,14 @@ class Worker:
         decode_buckets: tuple[int, ...] = (),
         num_speculative_tokens: int = 0,
         verification: str = "match",
+        num_host_blocks: int = 0,
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
         self.pads_every_step = is_compiled(model)
         self.num_drafts, self.rejects = num_speculative_tokens, verification == "rejection"
         self.cache = model.new_cache(sizes)
+        self.host_memory = HostMemory(self.cache, num_host_blocks)
         self._static: dict[tuple[object, ...], StaticDecode] = {}
         self._static_drafts: dict[tuple[object, ...], StaticDraft] = {}
         # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
@@ -132,8 +135,10 @@ class Worker:
         )
 
     def _copy_cache(self, copies: tuple[CacheCopy, ...]) -> None:
+        memory, host = self.cache, self.host_memory
+        make = {"slot": memory.copy_slot, "block": memory.copy_block, "offload": host.offload, "restore": host.restore}
         for kind, source, target in copies:
-            (self.cache.copy_slot if kind == "slot" else self.cache.copy_block)(source, target)
+            make[kind](source, target)
 
     def _run_rows(
         self,

@@ -107,12 +107,14 @@ class Harness:
         replay: ReplayMode = "full",
         prefix_caching: bool = False,
         num_ring_snapshots: int = 8,
+        num_host_blocks: int = 0,
     ) -> None:
         model = model or tiny_model()
         config = EngineConfig(
             replay=replay,
             enable_prefix_caching=prefix_caching,
             num_ring_snapshots=num_ring_snapshots,
+            num_host_blocks=num_host_blocks,
             num_speculative_tokens=num_speculative_tokens,
         )
         limits = SchedulerLimits(
@@ -133,14 +135,16 @@ class Harness:
             block_size=BLOCK_SIZE,
             max_backtrack=settings.max_backtrack(limits),
         )
-        self.worker = Worker(model, sizes, device, decode_buckets, num_speculative_tokens, verification)
+        self.worker = Worker(model, sizes, device, decode_buckets, num_speculative_tokens, verification, num_host_blocks)
         for tensor in self.worker.cache.tensors():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         blocks, slots = self.scheduler.blocks, self.scheduler.slots
         if isinstance(blocks, SharedIdPool) and isinstance(slots, SharedIdPool):
-            # What stays in the cache is poisoned when it leaves it.
-            blocks.on_free, slots.on_free = (lambda i: self.poison((i,), None)), (lambda i: self.poison((), i))
+            # What stays in the cache is poisoned when it leaves it. A block that goes to host memory is copied by the next step.
+            slots.on_free = lambda i: self.poison((), i)
+            if not num_host_blocks:
+                blocks.on_free = lambda i: self.poison((i,), None)
         else:
             self.scheduler.release.on_return = self.poison
         self.logprobs: dict[int, list[float]] = defaultdict(list)

@@ -127,12 +127,11 @@ def test_one_replayed_row_less_than_the_depth_shows(monkeypatch: pytest.MonkeyPa
     assert differs_from_alone(harness, run(harness, common + some_tokens(1, salt=2)))
 
 
-@pytest.mark.parametrize("case", ["bf16_full", "select_full"])
-@pytest.mark.parametrize("budget", [5, 64, 200])
+@pytest.mark.parametrize(("case", "budget"), [("bf16_full", 5), ("bf16_full", 64), ("select_full", 200)])
 def test_exact_truncation_changes_no_bit(case: str, budget: int) -> None:
     """No caching at all: only the last rows of the prompt run behind the last KV source, wherever the chunks are cut."""
     model = shared_model(case, "float32", True)
-    for length in (10, 40, 41, 83):
+    for length in (10, 41, 83):
         harness = open_harness(prefix_caching=False, budget=budget, model=model)
         sequence = run(harness, some_tokens(length))
         plain = open_harness("full", prefix_caching=False, budget=64, model=model)
@@ -233,10 +232,18 @@ def test_without_a_write_floor_a_replay_spoils_shared_entries(monkeypatch: pytes
         test_shared_entries_stay_as_they_are("bounded", 0)
 
 
-def busy(seed: int, drafts: int, *, num_blocks: int = 40, snapshots: int = 2) -> tuple[Harness, list[str]]:
+def busy(
+    seed: int, drafts: int, *, num_blocks: int = 40, snapshots: int = 2, num_host_blocks: int = 0
+) -> tuple[Harness, list[str]]:
     """Many requests on few prefixes, a tight pool, a late device, forced preemptions; and what went wrong."""
     harness = open_harness(
-        seed=seed, num_blocks=num_blocks, budget=13, max_num_seqs=3, num_ring_snapshots=snapshots, num_speculative_tokens=drafts
+        seed=seed,
+        num_blocks=num_blocks,
+        budget=13,
+        max_num_seqs=3,
+        num_ring_snapshots=snapshots,
+        num_speculative_tokens=drafts,
+        num_host_blocks=num_host_blocks,
     )
     for index, (prefix, length) in enumerate(product((20, 33, 47), (1, 4, 9))):
         harness.add(make_request(str(index), some_tokens(prefix) + some_tokens(length, salt=index), PARAMS))
@@ -263,6 +270,41 @@ def test_under_pressure_on_a_late_device_nothing_changes(seed: int, drafts: int)
     assert harness.device.late_looks > 0  # type: ignore[attr-defined]
     assert harness.scheduler.counters.preemptions > 0
     assert recovery.blocks.num_free == recovery.blocks.num_usable
+
+
+@pytest.mark.parametrize("replay", ["exact", "bounded"])
+def test_blocks_come_back_from_host_memory(replay: ReplayMode) -> None:
+    """The device holds one sequence; what the next one pushes out is there again when it is asked for."""
+    harness = open_harness(replay, num_blocks=27, max_num_seqs=1, num_ring_snapshots=0, num_host_blocks=40)
+    prompt, follower = some_tokens(90), some_tokens(90) + some_tokens(4, salt=2)
+    plain = run(open_harness(replay), prompt)
+    run(harness, prompt)
+    run(harness, some_tokens(90, salt=1))
+    host = harness.scheduler.recovery.cache.host  # type: ignore[union-attr]
+    assert host.offloads >= 20
+    assert host.restores == 0
+    sequence = run(harness, follower)
+    assert host.restores >= 20
+    assert sequence.num_cached_tokens == 88
+    if replay == "exact":
+        assert_as_alone(harness, sequence)
+    else:
+        # An approximation, but the same one as without host memory.
+        roomy = open_harness(replay)
+        run(roomy, prompt)
+        assert run(roomy, follower).output_token_ids == sequence.output_token_ids
+    assert plain.output_token_ids == harness.sequences[0].output_token_ids
+
+
+def test_under_pressure_host_memory_changes_nothing() -> None:
+    offloads = restores = 0
+    for seed, drafts, num_host_blocks in ((0, 0, 40), (1, 3, 40), (2, 0, 5)):
+        harness, wrong = busy(seed, drafts, num_blocks=24, snapshots=0, num_host_blocks=num_host_blocks)
+        assert wrong == []
+        host = harness.scheduler.recovery.cache.host  # type: ignore[union-attr]
+        offloads, restores = offloads + host.offloads, restores + host.restores
+    assert offloads > 0
+    assert restores > 0
 
 
 def without_owners_until_a_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
