@@ -12,7 +12,7 @@ from deepinfer.model.cache import ModelCache
 from deepinfer.model.rows import Rows
 from deepinfer.model.tail import Tail
 from deepinfer.model.transformer import Transformer
-from deepinfer.runtime.plan import SchedulerOutputs
+from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan
 from deepinfer.runtime.staging import to_device
 
 
@@ -58,17 +58,21 @@ class ReplayMetadata:
             model.token_window.recall(self.context_ids, self.context_slots, self.context_positions, cache)
 
 
-def stage_replay(plan: SchedulerOutputs) -> ReplayMetadata | None:
-    """Host tensors for a plan; None if all its rows are plain."""
+def num_skipped(seq: SequencePlan) -> int:
+    """Rows of a sequence that stop behind the last KV source."""
+    return 0 if seq.replay is None else min(max(seq.replay.tail_start - seq.start, 0), seq.q_cap)
+
+
+def stage_replay(plan: SchedulerOutputs, num_groups: int, num_rows: int) -> ReplayMetadata | None:
+    """Host tensors for a plan that is padded to these numbers; None if all its rows are plain."""
     if all(seq.replay is None for seq in plan.sequences):
         return None
-    skipped: list[int] = []
     context: list[tuple[int, int, int]] = []
     for seq in plan.sequences:
-        skip = 0 if seq.replay is None else min(max(seq.replay.tail_start - seq.start, 0), seq.q_cap)
-        skipped.append(skip)
         context += [(token, seq.slot, seq.start - back) for back, token in enumerate(reversed(seq.context), start=1)]
-    spans = [seq.replay for seq in plan.sequences]
+    pad = [None] * (num_groups - len(plan.sequences))
+    spans = [*(seq.replay for seq in plan.sequences), *pad]
+    skipped = [*(num_skipped(seq) for seq in plan.sequences), *(0 for _ in pad)]
 
     def tensor(values: list[int]) -> Int[Tensor, " n"]:
         return torch.tensor(values, dtype=torch.int64)
@@ -81,5 +85,5 @@ def stage_replay(plan: SchedulerOutputs) -> ReplayMetadata | None:
         context_ids=tensor([token for token, _, _ in context]),
         context_slots=tensor([slot for _, slot, _ in context]),
         context_positions=tensor([position for _, _, position in context]),
-        num_tail_rows=plan.num_rows - sum(skipped),
+        num_tail_rows=num_rows - sum(skipped),
     )

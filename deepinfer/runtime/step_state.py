@@ -117,6 +117,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         return torch.tensor(values + [filler] * pad, dtype=torch.int64)
 
     sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
+    num_rows = plan.num_rows if padded is None else padded.rows
     return SequenceMetadata(
         token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
         token_starts=per_group(token_starts),
@@ -128,11 +129,11 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         slots=per_group([seq.slot for seq in sequences], TRASH_SLOT),
         block_tables=table,
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
-        num_rows=plan.num_rows if padded is None else padded.rows,
+        num_rows=num_rows,
         num_logits=len(sampling) + plan.draft_rows,
         splits_drafts=plan.draft_rows < sum(seq.n_drafts for seq in sequences),
         block_size=block_size,
-        replay=stage_replay(plan),
+        replay=stage_replay(plan, len(sequences) + pad, num_rows),
     )
 
 

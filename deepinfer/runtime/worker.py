@@ -21,6 +21,7 @@ from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
     SamplerOutput,
@@ -373,7 +374,9 @@ class Worker:
             return padded_shape(groups, -(-plan.draft_rows // count), width)
         if not self.pads_every_step:
             return None
-        return padded_shape(count, 0, width)._replace(rows=max(plan.num_rows, LEAST_ROWS))
+        # Behind the last KV source as well.
+        skipped = sum(num_skipped(seq) for seq in plan.sequences)
+        return padded_shape(count, 0, width)._replace(rows=max(plan.num_rows, skipped + LEAST_ROWS))
 
     def _bucket(self, count: int) -> int | None:
         """The smallest bucket for a number of groups."""

@@ -57,8 +57,7 @@ def leave_prefix(harness: Harness, length: int) -> tuple[int, ...]:
 LENGTHS = [1, 2, 3, 4, 5, WINDOW - 1, WINDOW, WINDOW + 1, *range(2 * WINDOW, 2 * WINDOW + BLOCK_SIZE + 1), 49]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "drafts"), [*((n, 0) for n in LENGTHS), *((n, 3) for n in LENGTHS[-6:])])
 def test_a_hit_of_any_length_changes_no_bit(length: int, drafts: int) -> None:
     harness = open_harness(num_speculative_tokens=drafts)
     prefix = leave_prefix(harness, length)
@@ -101,8 +100,7 @@ def full_depth(drafts: int) -> int:
     return (tiny_model().config.n_layers + (drafts > 0)) * (WINDOW - 1)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("budget", [64, 7])
+@pytest.mark.parametrize(("budget", "drafts"), [(64, 0), (7, 3)])
 def test_without_snapshots_exact_replays_the_depth_of_the_windows(budget: int, drafts: int) -> None:
     harness = open_harness(num_ring_snapshots=0, budget=budget, num_speculative_tokens=drafts)
     depth = full_depth(drafts)
@@ -148,12 +146,11 @@ def test_one_tail_row_less_than_the_decoder_depth_shows(monkeypatch: pytest.Monk
     assert differs_from_alone(harness, run(harness, some_tokens(83)))
 
 
-@pytest.mark.parametrize("drafts", [0, 2, 3])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("depth", "drafts"), [(0, 0), (1, 0), (1, 2), (1, 3)])
 def test_preemption_keeps_what_was_computed(depth: int, drafts: int) -> None:
     """Preempted after every step in turn, with a step in flight in the overlapped loop."""
     params = SamplingParams(max_tokens=14, temperature=0.8, seed=5, logprobs=0, ignore_eos=True)
-    for after in range(2, 8):
+    for after in (3, 4, 5, 6):
         harness = open_harness(depth=depth, num_speculative_tokens=drafts, seed=after)
         sequence = harness.add(make_request("0", some_tokens(29), params))
         for _ in range(after):
@@ -232,19 +229,9 @@ def test_without_a_write_floor_a_replay_spoils_shared_entries(monkeypatch: pytes
         test_shared_entries_stay_as_they_are("bounded", 0)
 
 
-def busy(
-    seed: int, drafts: int, *, num_blocks: int = 40, snapshots: int = 2, num_host_blocks: int = 0
-) -> tuple[Harness, list[str]]:
+def busy(seed: int, drafts: int) -> tuple[Harness, list[str]]:
     """Many requests on few prefixes, a tight pool, a late device, forced preemptions; and what went wrong."""
-    harness = open_harness(
-        seed=seed,
-        num_blocks=num_blocks,
-        budget=13,
-        max_num_seqs=3,
-        num_ring_snapshots=snapshots,
-        num_speculative_tokens=drafts,
-        num_host_blocks=num_host_blocks,
-    )
+    harness = open_harness(seed=seed, num_blocks=40, budget=13, max_num_seqs=3, num_ring_snapshots=2, num_speculative_tokens=drafts)
     for index, (prefix, length) in enumerate(product((20, 33, 47), (1, 4, 9))):
         harness.add(make_request(str(index), some_tokens(prefix) + some_tokens(length, salt=index), PARAMS))
     try:
@@ -259,7 +246,7 @@ def busy(
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_under_pressure_on_a_late_device_nothing_changes(seed: int, drafts: int) -> None:
     harness, wrong = busy(seed, drafts)
     assert wrong == []
@@ -296,15 +283,30 @@ def test_blocks_come_back_from_host_memory(replay: ReplayMode) -> None:
     assert plain.output_token_ids == harness.sequences[0].output_token_ids
 
 
-def test_under_pressure_host_memory_changes_nothing() -> None:
-    offloads = restores = 0
-    for seed, drafts, num_host_blocks in ((0, 0, 40), (1, 3, 40), (2, 0, 5)):
-        harness, wrong = busy(seed, drafts, num_blocks=24, snapshots=0, num_host_blocks=num_host_blocks)
-        assert wrong == []
-        host = harness.scheduler.recovery.cache.host  # type: ignore[union-attr]
-        offloads, restores = offloads + host.offloads, restores + host.restores
-    assert offloads > 0
-    assert restores > 0
+@pytest.mark.parametrize(("num_host_blocks", "drafts"), [(40, 0), (40, 3), (9, 0)])
+def test_under_pressure_host_memory_changes_nothing(num_host_blocks: int, drafts: int) -> None:
+    """Three prefixes take turns, and the device has room for two."""
+    harness = open_harness(
+        seed=drafts,
+        num_blocks=25,
+        budget=17,
+        max_num_seqs=2,
+        num_ring_snapshots=9,
+        num_speculative_tokens=drafts,
+        num_host_blocks=num_host_blocks,
+    )
+    for index in range(9):
+        harness.add(make_request(str(index), some_tokens(33, salt=index % 3) + some_tokens(1 + index, salt=index), PARAMS))
+    for count in range(200):
+        if not harness.step():
+            break
+        if count % 11 == 10 and harness.scheduler.running:
+            harness.scheduler._preempt(harness.scheduler.running[-1])
+    for sequence in harness.sequences:
+        assert_as_alone(harness, sequence)
+    host = harness.scheduler.recovery.cache.host  # type: ignore[union-attr]
+    assert host.offloads > 0
+    assert host.restores > 0 or num_host_blocks < 40
 
 
 def without_owners_until_a_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
