@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     masks.add_argument("--steps", type=int, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("--batch", type=int, default=16, help="batch size (default 16)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
-    for kind in (scheduler, overlap, masks):
     bench_replay.add_arguments(kinds)
-    for kind in (scheduler, overlap):
+    for kind in (scheduler, overlap, masks):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -43,10 +42,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     if args.what == "timeline":
         return run_timeline(args)
-    rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
     if args.what == "replay":
         return bench_replay.run(args, print_table)
-    rows = scheduler_rows(args) if args.what == "scheduler" else overlap_rows(args)
+    rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
     print_table(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

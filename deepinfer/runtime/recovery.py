@@ -7,6 +7,7 @@ Everything that a step in flight reads or writes has an owner until that step ha
 handed to `DeferredRelease` with the step as its fence.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer.runtime.host_tier import HostTier
@@ -81,6 +82,10 @@ class Recovery:
         self._after: list[CacheCopy] = []
         self._new_endings: list[Ending] = []
 
+    def copy(self, copies: Iterable[CacheCopy]) -> None:
+        """Have copies made before the step that is being planned, behind those that are wanted already."""
+        self._before += copies
+
     def _offload(self, block: int, place: int) -> None:
         self._before.append(CacheCopy("offload", block, place))
 
@@ -94,7 +99,8 @@ class Recovery:
         if self.cache is None:
             return self._enter(sequence, Match())
         self.cache.extend_digests(sequence.digests, sequence.token_ids)
-        for with_host in (True, False) if from_cache else ():
+        reads_cache = from_cache and not sequence.request.params.needs_every_row
+        for with_host in (True, False) if reads_cache else ():
             match = self.cache.match(sequence.digests, sequence.token_ids, with_host=with_host)
             entry = self._enter(sequence, match)
             if self._claim(sequence, match.blocks[: entry.end // self.block_size]):
@@ -114,7 +120,8 @@ class Recovery:
         )
         sequence.confirmed = entry.start
         sequence.save_points = self._save_points(sequence, entry, len(match.blocks) * self.block_size)
-        sequence.replay = self.policy.span(entry, len(sequence.token_ids), sequence.save_points)
+        span = self.policy.span(entry, len(sequence.token_ids), sequence.save_points)
+        sequence.replay = None if sequence.request.params.needs_every_row else span
         return entry
 
     def _claim(self, sequence: Sequence, found: tuple[int | None, ...]) -> bool:

@@ -18,8 +18,8 @@ from deepinfer.ops.noise import DRAFT, TARGET
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
-from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.host_memory import HostMemory
+from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
 from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.row_layout import build_rows, logit_rows
@@ -156,12 +156,14 @@ class Worker:
         if metadata.replay is not None:
             replay = metadata.replay.to(self.device.torch_device)
             replay.recall_context(model, self.cache)
-            # Whoever is observed runs all rows through all layers: then no row of the step is left out.
             layout = layout._replace(rows=replay.marked(layout.rows))
             tail = replay.tail(layout.rows)
         with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
             hidden = model.forward_rows(layout.rows, self.cache, tail)
         if tail is not None:
+            # Whoever is observed has all rows in the tail.
+            kept, count = tail.row_ids, hidden.rows.positions.shape[0]
+            experts = [ids if ids.shape[0] == count else ids[kept] for ids in experts]
             layout = layout._replace(rows=hidden.rows, ends=layout.ends - tail.skipped.cumsum(0))
         if observed is not None:
             observed.take(hidden, experts, layout.ends - on_device.q_lens - layout.n_drafts)
