@@ -275,6 +275,21 @@ class LLMEngine(ChatMixin):
 
         return self._thread.ask(stats).result()
 
+    def save_prefix_cache(self, path: Path | str) -> int:
+        """Write every stored prefix to a file that an engine with the same model and settings can load; returns its tokens.
+
+        Waits until nothing runs. Raises: ConfigError with `enable_prefix_caching` off, PrefixFileError.
+        """
+        return self._thread.ask(lambda core: core.save_prefixes(Path(path))).result()
+
+    def load_prefix_cache(self, path: Path | str) -> int:
+        """Take in the prefixes of a file, as far as memory is free; returns their tokens. Waits until nothing runs.
+
+        Raises: ConfigError with `enable_prefix_caching` off; PrefixFileError if the file is damaged or belongs to another model or
+            setting: the engine then goes on without it.
+        """
+        return self._thread.ask(lambda core: core.load_prefixes(Path(path))).result()
+
     def close(self) -> None:
         """Stop the loop and free the model; running requests end with `EngineClosed`. Safe to call twice."""
         self._thread.close()

@@ -1,9 +1,11 @@
 """How an engine runs a model: precision, device, and the sizes of its steps and caches."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import precision_named
+from deepinfer.outputs import ReplayMode
 from deepinfer.runtime.verify import VERIFICATIONS
 from deepinfer.sampling_params import SEED_LIMIT, shown
 
@@ -37,6 +39,12 @@ class EngineConfig:
         kernels: "triton" reads quantised weights with kernels of our own, "inductor" leaves them to the compiler, "plain" is the
             definition; "auto" takes the fastest that the device has (see `deepinfer.backends`).
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
+        enable_prefix_caching: keep the entries of finished and preempted sequences for those that begin alike.
+        replay: "full" computes every token in every layer and takes nothing from the cache; "exact" saves work where the result
+            stays the same (to the bit with `batch_invariant`); "bounded" saves more and is an approximation; see
+            `deepinfer.runtime.replay`.
+        num_ring_snapshots: window rings kept beside those of running sequences, for "exact"; None: as many as `max_num_seqs`.
+        num_host_blocks: cache blocks in host memory that take in what the device gives away of stored prefixes.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
         seed: seeds of requests that bring none derive from it.
@@ -57,6 +65,10 @@ class EngineConfig:
     compile: bool | str = "auto"
     kernels: str = "auto"
     cuda_graphs: bool | str = "auto"
+    enable_prefix_caching: bool = False
+    replay: ReplayMode = "full"
+    num_ring_snapshots: int | None = None
+    num_host_blocks: int = 0
     max_queued_requests: int = 100_000
     max_logprobs: int = 20
     seed: int = 0
@@ -88,7 +100,11 @@ class EngineConfig:
             require(name, isinstance(value, bool) or value == "auto", 'expected True, False or "auto"')
         require("kernels", self.kernels in KERNELS, f"expected one of {', '.join(KERNELS)}")
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
-        for name in ("adaptive_verification", "batch_invariant"):
+        require("replay", self.replay in get_args(ReplayMode), f"expected one of {', '.join(get_args(ReplayMode))}")
+        valid = self.num_ring_snapshots is None or is_int("num_ring_snapshots", 0)
+        require("num_host_blocks", is_int("num_host_blocks", 0), f"expected an integer from 0 to {LARGEST}")
+        require("num_ring_snapshots", valid, f"expected None or an integer from 0 to {LARGEST}")
+        for name in ("adaptive_verification", "batch_invariant", "enable_prefix_caching"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")
         require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

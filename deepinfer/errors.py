@@ -19,6 +19,7 @@ DeepInferError
 │   └── NothingToDraw
 ├── RecordingError
 ├── EngineClosed
+├── PrefixFileError
 └── MissingExtra
 ```
 
@@ -132,6 +133,10 @@ class RecordingError(DeepInferError):
 
 class EngineClosed(DeepInferError):
     """The engine was used after `close()`."""
+
+
+class PrefixFileError(DeepInferError):
+    """A file of stored prefixes that cannot be written, is damaged, or belongs to another model or setting."""
 
 
 class MissingExtra(DeepInferError):

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ReplayMode = Literal["full", "exact", "bounded"]
 SHOWN_CHARACTERS = 60  # of a text, in a repr
 
 
@@ -67,6 +68,7 @@ class CompletionOutput:
         hidden_states: float32 [T - 1, D] once finished, if asked for: the state before the final norm at each token of prompt and
             output but the last, which was never fed. Row i is what token i + 1 was drawn from.
         routed_experts: int32 [T - 1, layers, experts of a token] once finished, if asked for, of the same tokens; backbone layers.
+        replay_mode: how prefixes were recovered: "full" and "exact" change nothing, "bounded" is an approximation.
         accepted_per_step: accepted drafts in each step that gave it tokens, one token of the target besides; None without drafts.
         message: the answer taken apart, if it was asked for with `chat`.
     """
@@ -81,6 +83,7 @@ class CompletionOutput:
     seed: int = 0
     hidden_states: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     routed_experts: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
+    replay_mode: ReplayMode = "full"
     accepted_per_step: list[int] | None = None
     message: ChatMessage | None = None
 
@@ -97,6 +100,7 @@ class RequestMetrics:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_replayed_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +110,7 @@ class RequestOutput:
     Attributes:
         prompt_logprobs: for each prompt token a map of token id to `Logprob`: the token itself, then the most probable ones in
             its place; None for the first token, which follows nothing.
+        num_cached_tokens: prompt tokens whose compressed entries came from the prefix cache, in the first completion.
         precision: the rounding points that were used.
     """
 

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deepinfer.cli import bench_replay
+
 NAME = "bench"
 HELP = "measure the engine on this machine"
 
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     masks.add_argument("--steps", type=int, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("--batch", type=int, default=16, help="batch size (default 16)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
+    bench_replay.add_arguments(kinds)
     for kind in (scheduler, overlap, masks):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
@@ -39,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     if args.what == "timeline":
         return run_timeline(args)
+    if args.what == "replay":
+        return bench_replay.run(args, print_table)
     rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
     print_table(rows)
     if args.json:

@@ -125,7 +125,7 @@ class Attention(nn.Module):
     def _attend_rows(
         self, part: slice, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
     ) -> Float[Tensor, "t H Dh"]:
-        keys, visible = window_positions(rows.positions, self.config.window_size)
+        keys, visible = window_positions(rows.positions, self.config.window_size, rows.first_keys)
         listed = look_back(rows, kv, cache.ring, keys, part)
         seen = visible[part]
         if self.ratio:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.errors import DeepInferError
-from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from deepinfer.outputs import CompletionOutput, Logprob, ReplayMode, RequestMetrics, RequestOutput
 from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import SequenceEvent
@@ -57,8 +57,16 @@ class LiveRequest:
 class OutputProcessor:
     """Turns events into outputs; holds one `LiveRequest` for each unfinished request."""
 
-    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float], is_speculative: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        precision: str,
+        clock: Callable[[], float],
+        is_speculative: bool = False,
+        replay_mode: ReplayMode = "full",
+    ) -> None:
         self.tokenizer, self.precision, self.clock, self.is_speculative = tokenizer, precision, clock, is_speculative
+        self.replay_mode: ReplayMode = replay_mode
         self.live: dict[str, LiveRequest] = {}
 
     def open(
@@ -136,7 +144,8 @@ class OutputProcessor:
         metrics = RequestMetrics(arrival_s=request.arrival_s, first_token_s=live.first_token_s)
         if finished:
             preemptions = sum(s.num_preemptions for s in live.sequences)
-            metrics = replace(metrics, finished_s=self.clock(), num_preemptions=preemptions)
+            replayed = sum(s.num_replayed_tokens for s in live.sequences)
+            metrics = replace(metrics, finished_s=self.clock(), num_preemptions=preemptions, num_replayed_tokens=replayed)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -145,6 +154,7 @@ class OutputProcessor:
             finished=finished,
             prompt_logprobs=self._prompt_logprobs(live),
             metrics=metrics,
+            num_cached_tokens=live.sequences[0].num_cached_tokens,
             precision=self.precision,
         )
 
@@ -169,6 +179,7 @@ class OutputProcessor:
             seed=c.sequence.seed,
             hidden_states=hidden,
             routed_experts=experts,
+            replay_mode=self.replay_mode,
             accepted_per_step=list(c.accepted_per_step) if self.is_speculative else None,
         )
 

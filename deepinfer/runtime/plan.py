@@ -19,12 +19,41 @@ class StepKind(Enum):
     IDLE = "idle"
 
 
-class CacheCopy(NamedTuple):
-    """A copy between two cache blocks, or between two slots."""
+class ReplaySpan(NamedTuple):
+    """How the rows of a prompt differ from plain ones: some only replay, some stop behind the last KV source.
 
-    kind: Literal["block", "slot"]
+    Attributes:
+        end: rows from here on are plain again.
+        window_start: first position with window rows; keys before it are invisible.
+        write_floor: entries and pending groups of positions below it are stored and stay.
+        tail_start: first position that runs through the decoder half.
+        tail_window_start: first position with window rows there.
+        right_from: from here on everything remembered equals what a full prefill leaves.
+    """
+
+    end: int
+    window_start: int
+    write_floor: int
+    tail_start: int
+    tail_window_start: int
+    right_from: int
+
+
+class CacheCopy(NamedTuple):
+    """A copy between two cache blocks or two slots, from a block to a place in host memory, or back."""
+
+    kind: Literal["block", "slot", "offload", "restore"]
     source: int
     target: int
+
+    @property
+    def places(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """What it reads and what it writes."""
+        if self.kind == "offload":
+            return ("block", self.source), ("host block", self.target)
+        if self.kind == "restore":
+            return ("host block", self.source), ("block", self.target)
+        return (self.kind, self.source), (self.kind, self.target)
 
 
 class SequencePlan(NamedTuple):
@@ -41,6 +70,8 @@ class SequencePlan(NamedTuple):
         remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host
             knows all tokens.
         is_sampling: draw a token after the last row.
+        replay: how the rows differ from plain ones; None if they do not.
+        context: the tokens before `start`, if the n-gram history lacks them.
         scored: positions whose rows give a log probability to the prompt token behind them.
     """
 
@@ -58,6 +89,8 @@ class SequencePlan(NamedTuple):
     seed: int
     num_output_tokens: int
     scored: range = range(0)
+    replay: ReplaySpan | None = None
+    context: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +100,7 @@ class SchedulerOutputs:
     Attributes:
         draft_rows: rows for drafts in all sequences together; if less than they have drafts, the device chooses whose.
         proposes: whether the step drafts tokens for the next one.
-        copies_before: made before the forward.
+        copies_before, copies_after: made before and after the forward.
     """
 
     step_seq: int
@@ -76,6 +109,7 @@ class SchedulerOutputs:
     draft_rows: int = 0
     proposes: bool = False
     copies_before: tuple[CacheCopy, ...] = ()
+    copies_after: tuple[CacheCopy, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from deepinfer.errors import CapacityError, GrammarError
 from deepinfer.outputs import FinishReason
 from deepinfer.runtime.draft_budget import DraftBudget
-from deepinfer.runtime.ids import IdPool
 from deepinfer.runtime.plan import (
     NOT_IN_LAST_STEP,
     CacheCopy,
@@ -22,7 +21,8 @@ from deepinfer.runtime.plan import (
     StepKind,
     StepResult,
 )
-from deepinfer.runtime.release import DeferredRelease
+from deepinfer.runtime.recovery import CacheNames, Recovery
+from deepinfer.runtime.replay import Entry, ReplayPolicy
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
 from deepinfer.runtime.shared_prompt import SharedPrompts
@@ -38,6 +38,11 @@ class SchedulerLimits:
     block_size: int
     num_blocks: int
     num_speculative_tokens: int = 0  # most drafts verified for a sequence in a step
+    num_ring_snapshots: int = 0  # slots beyond those of running sequences
+
+    @property
+    def num_slots(self) -> int:
+        return self.max_num_seqs + self.num_ring_snapshots + 1
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -101,11 +106,16 @@ class SchedulerCounters:
 class Scheduler:
     """Owns every `Sequence` and the pools of blocks and slots. Without a `draft_budget` every draft is verified."""
 
-    def __init__(self, limits: SchedulerLimits, draft_budget: DraftBudget | None = None) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        draft_budget: DraftBudget | None = None,
+        policy: ReplayPolicy | None = None,
+        names: CacheNames | None = None,
+    ) -> None:
         self.limits, self.draft_budget = limits, draft_budget
-        self.blocks = IdPool(limits.num_blocks)
-        self.slots = IdPool(limits.max_num_seqs + 1)
-        self.release = DeferredRelease(self.blocks, self.slots)
+        self.recovery = Recovery(limits.num_blocks, limits.num_slots, limits.block_size, policy, names)
+        self.blocks, self.slots, self.release = self.recovery.blocks, self.recovery.slots, self.recovery.release
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.shared_prompts = SharedPrompts()
@@ -114,7 +124,6 @@ class Scheduler:
         # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
         self._last_row_of: dict[int, tuple[int, int]] = {}
         self._last_proposed = False  # whether the newest planned step drafts tokens
-        self._copies: list[CacheCopy] = []  # to be made before the step that is being planned
         self._next_step = 0
 
     # ---- adding and removing ------------------------------------------------------------------------------------------
@@ -162,7 +171,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
             start = sequence.next_position
-            count = self.shared_prompts.cut(sequence, start, min(self._wanted(sequence, start), budget))
+            count = self._cut(sequence, start, min(self._wanted(sequence, start), budget))
             if count == 0:
                 continue
             reserved = self._reserve(sequence, start + count)
@@ -229,33 +238,61 @@ class Scheduler:
     def _admit(self, budget: int) -> Iterator[tuple[Sequence, int, int]]:
         # A follower that finds no slot when its leader reaches the fork computes the prompt again.
         kept = self.shared_prompts.num_waiting(self.running)
-        while self.waiting and budget > 0 and self.slots.num_free > kept:
+        while self.waiting and budget > 0 and self._free_places > kept:
             sequence = self.waiting[0]
-            count = self.shared_prompts.cut(sequence, 0, min(len(sequence.token_ids), budget))
-            if not self._reserve(sequence, count):
+            entry = self._enter(sequence, budget)
+            if entry is None:
                 break
             self.waiting.popleft()
             (sequence.slot,) = self.slots.take(1)
             sequence.status = Status.RUNNING
             self.running.append(sequence)
+            self.recovery.entered(sequence, entry, self._next_step)
+            if entry.start >= sequence.num_prompt_tokens - 1:
+                # Nothing is left to wait for: what the leader starts from is there for its followers, too.
+                self._queue_followers(self.shared_prompts.part(sequence))
             kept += self.shared_prompts.num_waiting([sequence])
-            self.counters.chunked_prefills += count < len(sequence.token_ids)
+            left = len(sequence.token_ids) - entry.start
+            count = self._cut(sequence, entry.start, min(left, budget))
+            self.counters.chunked_prefills += count < left
             budget -= count
-            yield sequence, 0, count
+            yield sequence, entry.start, count
+
+    @property
+    def _free_places(self) -> int:
+        """Sequences that may start now."""
+        return min(self.slots.num_free, self.limits.max_num_seqs - len(self.running))
+
+    def _cut(self, sequence: Sequence, start: int, count: int) -> int:
+        """Rows of a chunk up to the next place where something is copied."""
+        return self.shared_prompts.cut(sequence, start, self.recovery.cut(sequence, start, count))
+
+    def _enter(self, sequence: Sequence, budget: int) -> Entry | None:
+        """Give a waiting sequence what it takes from the cache and room for its first rows; None if there is no room.
+
+        What it would take from the cache takes room as well: if that is too much, it starts from nothing.
+        """
+        for from_cache in (True, False):
+            entry = self.recovery.enter(sequence, from_cache=from_cache)
+            end = min(entry.start + budget, len(sequence.token_ids))
+            if self.slots.num_free > 0 and self._reserve(sequence, max(end, entry.end)):
+                return entry
+            self.recovery.leave(sequence)
+        return None
 
     def _fork(self, leader: Sequence, start: int, budget: int) -> Iterator[tuple[Sequence, SequencePlan]]:
         """Plan the last prompt row of completions that fork from `leader` in this step; those without room queue up."""
         followers = self.shared_prompts.due(leader, start)
         assert leader.slot is not None
-        while followers and budget > 0 and self.slots.num_free > 0 and self._reserve(followers[0], start + 1):
+        while followers and budget > 0 and self._free_places > 0 and self._reserve(followers[0], start + 1):
             follower = followers.pop(0)
             (follower.slot,) = self.slots.take(1)
             follower.status, follower.confirmed = Status.RUNNING, start
             self.running.append(follower)
             self.counters.forks += 1
-            self._copies.append(CacheCopy("slot", leader.slot, follower.slot))
             blocks = zip(leader.blocks, follower.blocks[: self.limits.blocks_for(start)], strict=False)
-            self._copies += [CacheCopy("block", source, target) for source, target in blocks]
+            copies = [CacheCopy("block", source, target) for source, target in blocks]
+            self.recovery.copy([CacheCopy("slot", leader.slot, follower.slot), *copies])
             budget -= 1
             yield follower, self._plan(follower, start, 1)
         self._queue_followers(followers)
@@ -265,6 +302,8 @@ class Scheduler:
         continues = self._continues_last_step(sequence, start)
         is_on_device = continues or start >= known
         assert sequence.slot is not None
+        is_replay = sequence.replay is not None and start < sequence.replay.end
+        self.recovery.planned(sequence, start + count, self._next_step)
         return SequencePlan(
             request=sequence.request,
             seq_id=sequence.seq_id,
@@ -280,6 +319,8 @@ class Scheduler:
             scored=self._scored(sequence, start, count),
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
+            replay=sequence.replay if is_replay else None,
+            context=self.recovery.context(sequence, start),
         )
 
     def _scored(self, sequence: Sequence, start: int, count: int) -> range:
@@ -292,7 +333,8 @@ class Scheduler:
     def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
         if not planned:
             return None
-        is_decode = all(plan.q_cap - plan.n_drafts == 1 and plan.is_sampling for _, plan in planned)
+        is_decode = all(plan.q_cap - plan.n_drafts == 1 and plan.is_sampling and plan.replay is None for _, plan in planned)
+        before, after = self.recovery.take_copies()
         draft_rows, proposes = sum(plan.n_drafts for _, plan in planned), self._can_propose(planned)
         if self.draft_budget is not None and draft_rows + proposes > 0:
             each = self.draft_budget.drafts_each([sequence.survival for sequence, _ in planned])
@@ -303,9 +345,9 @@ class Scheduler:
             sequences=tuple(plan for _, plan in planned),
             draft_rows=draft_rows,
             proposes=proposes,
-            copies_before=tuple(self._copies),
+            copies_before=before,
+            copies_after=after,
         )
-        self._copies = []
         self._next_step, self._last_proposed = self._next_step + 1, proposes
         for sequence, plan in planned:
             sequence.tickets.append(Ticket(step.step_seq, plan.epoch, plan.q_cap, plan.n_drafts, plan.is_sampling))
@@ -360,6 +402,8 @@ class Scheduler:
                     self._end(sequence, "error")
                     outcome = outcome.first(0)._replace(failure=str(error))
                 events.append(SequenceEvent(sequence, outcome))
+            if sequence.status is Status.RUNNING:
+                self.recovery.confirmed(sequence)
         self.release.drain(step.step_seq)
         return events
 
@@ -388,14 +432,17 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, status: Status) -> None:
         """Raise the epoch and send the memory to its pools, behind the newest step that may touch it."""
+        if sequence.slot is not None:
+            self.recovery.retire(sequence)
+            fence = sequence.tickets[-1].step_seq if sequence.tickets else -1
+            # The end of a prefix goes before its beginning.
+            self.release.defer(fence, sequence.blocks[::-1], sequence.slot)
         sequence.status = status
         sequence.epoch += 1
-        if sequence.slot is not None:
-            fence = sequence.tickets[-1].step_seq if sequence.tickets else -1
-            self.release.defer(fence, sequence.blocks, sequence.slot)
         sequence.blocks, sequence.slot = (), None
         if not self._in_flight:
-            self.release.drain(self._next_step)
+            # Copies of the step that is being planned have it as their fence.
+            self.release.drain(self._next_step - 1)
 
     def check_integrity(self) -> None:
         """Every block and slot is free, owned by one running sequence, or waiting behind a fence."""

@@ -11,7 +11,8 @@ from typing import NamedTuple, Self
 
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.outputs import FinishReason
-from deepinfer.runtime.plan import Observed, TokenLogprobs
+from deepinfer.runtime.plan import Observed, ReplaySpan, TokenLogprobs
+from deepinfer.runtime.prefix_cache import Ending
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.stop_strings import StopStrings
 from deepinfer.structured.grammar import GrammarState
@@ -55,6 +56,12 @@ class Sequence:
         observed: hidden states and experts of the first `num_observed` tokens, in pieces.
         stop_strings: finds the request's stop strings, if it has any, in the output so far.
         survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
+        digests: names of its full blocks in the prefix cache, as far as they were needed.
+        ending: the stored prefix that it is about to be started from.
+        replay: how the rows of its prompt differ from plain ones.
+        save_points: positions in its prompt at whose end the rings shall be kept.
+        num_cached_tokens: tokens whose entries came from the cache when it first started.
+        num_replayed_tokens: of those, and of later starts, the ones that ran again to fill the rings.
     """
 
     request: Request
@@ -76,6 +83,12 @@ class Sequence:
     observed: list[Observed] = field(default_factory=list)
     num_observed: int = 0
     stop_strings: StopStrings | None = None
+    digests: list[bytes] = field(default_factory=list)
+    ending: Ending | None = None
+    replay: ReplaySpan | None = None
+    save_points: tuple[int, ...] = ()
+    num_cached_tokens: int = 0
+    num_replayed_tokens: int = 0
 
     @classmethod
     def open(cls, request: Request, index: int, seq_id: int, tokenizer: Tokenizer) -> Self:

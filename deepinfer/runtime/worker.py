@@ -18,8 +18,10 @@ from deepinfer.ops.noise import DRAFT, TARGET
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
+from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
-from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
     SamplerOutput,
@@ -61,7 +63,9 @@ def padded_shape(groups: int, drafts_each: int, table_width: int) -> PaddedShape
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
     """Names of the cache blocks and ring slots that a step may touch, for devices that check accesses."""
-    return [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
+    copied = [place for copy in (*plan.copies_before, *plan.copies_after) for place in copy.places]
+    own = [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
+    return list(dict.fromkeys([*own, *copied]))
 
 
 def watched(observed: StepObservations | None) -> list[StepObservations]:
@@ -84,12 +88,14 @@ class Worker:
         decode_buckets: tuple[int, ...] = (),
         num_speculative_tokens: int = 0,
         verification: str = "match",
+        num_host_blocks: int = 0,
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
         self.pads_every_step = is_compiled(model)
         self.num_drafts, self.rejects = num_speculative_tokens, verification == "rejection"
         self.cache = model.new_cache(sizes)
+        self.host_memory = HostMemory(self.cache, num_host_blocks)
         self._static: dict[tuple[object, ...], StaticDecode] = {}
         self._static_drafts: dict[tuple[object, ...], StaticDraft] = {}
         # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
@@ -98,33 +104,22 @@ class Worker:
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
-        device, model = self.device.torch_device, self.model
-        padded = self._padded_shape(plan)
-        observed = stage_observations(plan, model.config.vocab_size)
+        device, padded = self.device.torch_device, self._padded_shape(plan)
+        observed = stage_observations(plan, self.model.config.vocab_size)
         is_static = plan.kind is StepKind.DECODE and observed is None and self._bucket(len(plan.sequences)) is not None
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
-        vocab_size = model.config.vocab_size if self.rejects else 0
+        vocab_size = self.model.config.vocab_size if self.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
         before, box = None if previous is None else previous.outputs, StepBox()
 
         @torch.inference_mode()
         def forward() -> None:
-            for kind, source, target in plan.copies_before:
-                (self.cache.copy_slot if kind == "slot" else self.cache.copy_block)(source, target)
+            self._copy_cache(plan.copies_before)
             if is_static:
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
-                return
-            on_device = metadata.to(device)
-            layout = build_rows(on_device, before)
-            outputs.next_start.copy_((layout.starts + on_device.q_lens)[: len(plan.sequences)])
-            with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
-                hidden = model.forward_rows(layout.rows, self.cache)
-            if observed is not None:
-                observed.take(hidden, experts, layout.ends - on_device.q_lens - layout.n_drafts)
-            box.logit_rows = logit_rows(on_device, layout, hidden.final)
-            if self.num_drafts:
-                assert hidden.main_hidden is not None
-                model.observe_draft(hidden.main_hidden, layout.rows, self.cache)
+            else:
+                box.logit_rows = self._run_rows(metadata, before, outputs, observed)
+            self._copy_cache(plan.copies_after)
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
@@ -132,13 +127,50 @@ class Worker:
         return WorkerStepState(
             plan=plan,
             metadata=metadata,
-            sampling=stage_sampling(plan, model.config.vocab_size),
+            sampling=stage_sampling(plan, self.model.config.vocab_size),
             before=before,
             outputs=outputs,
             forward_done=self.device.record(COMPUTE),
             box=box,
             observed=observed,
         )
+
+    def _copy_cache(self, copies: tuple[CacheCopy, ...]) -> None:
+        memory, host = self.cache, self.host_memory
+        make = {"slot": memory.copy_slot, "block": memory.copy_block, "offload": host.offload, "restore": host.restore}
+        for kind, source, target in copies:
+            make[kind](source, target)
+
+    def _run_rows(
+        self,
+        metadata: SequenceMetadata,
+        before: DeviceOutputs | None,
+        outputs: DeviceOutputs,
+        observed: StepObservations | None,
+    ) -> LogitRows:
+        """The forward of a step of any shape. Fills `outputs` and `observed`."""
+        model, tail = self.model, None
+        on_device = metadata.to(self.device.torch_device)
+        layout = build_rows(on_device, before)
+        outputs.next_start.copy_((layout.starts + on_device.q_lens)[: outputs.next_start.shape[0]])
+        if metadata.replay is not None:
+            replay = metadata.replay.to(self.device.torch_device)
+            replay.recall_context(model, self.cache)
+            layout = layout._replace(rows=replay.marked(layout.rows))
+            tail = replay.tail(layout.rows)
+        with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
+            hidden = model.forward_rows(layout.rows, self.cache, tail)
+        if tail is not None:
+            # Whoever is observed has all rows in the tail.
+            kept, count = tail.row_ids, hidden.rows.positions.shape[0]
+            experts = [ids if ids.shape[0] == count else ids[kept] for ids in experts]
+            layout = layout._replace(rows=hidden.rows, ends=layout.ends - tail.skipped.cumsum(0))
+        if observed is not None:
+            observed.take(hidden, experts, layout.ends - on_device.q_lens - layout.n_drafts)
+        if self.num_drafts and hidden.rows.positions.shape[0]:
+            assert hidden.main_hidden is not None
+            model.observe_draft(hidden.main_hidden, hidden.rows, self.cache)
+        return logit_rows(on_device, layout, hidden.final)
 
     def _static_decode(self, metadata: SequenceMetadata) -> StaticDecode:
         """The buffers of a decode step's shape; made, and captured, when it is first needed."""
@@ -344,7 +376,9 @@ class Worker:
             return padded_shape(groups, -(-plan.draft_rows // count), width)
         if not self.pads_every_step:
             return None
-        return padded_shape(count, 0, width)._replace(rows=max(plan.num_rows, LEAST_ROWS))
+        # Behind the last KV source as well.
+        skipped = sum(num_skipped(seq) for seq in plan.sequences)
+        return padded_shape(count, 0, width)._replace(rows=max(plan.num_rows, skipped + LEAST_ROWS))
 
     def _bucket(self, count: int) -> int | None:
         """The smallest bucket for a number of groups."""
