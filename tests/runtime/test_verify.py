@@ -1,12 +1,17 @@
 """The verifier and what it leaves behind: every way a run of drafts can end."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from deepinfer import ConfigError, EngineConfig, LLMEngine, Tokenizer
+from deepinfer.model.numerics import reference_ops
+from deepinfer.model.transformer import Transformer
+from deepinfer.presets import random_model, tiny_config
 from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.step_state import WorkerStepState
@@ -63,6 +68,53 @@ def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, dra
         assert (sequence.output_token_ids, harness.logprobs[sequence.seq_id]) == reference(prompt, params)
     assert {good for good, _ in seen} == set(range(drafts + 1))
     assert harness.scheduler.counters.accepted > 0
+
+
+@cache
+def model_with_five_drafts() -> Transformer:
+    """Nine small layers of every kind, and proposals of five."""
+    return random_model(tiny_config(), precision="float32", device="cpu", ops=reference_ops(batch_invariant=True))
+
+
+def texts_of(harness: Harness, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
+    for index, prompt in enumerate(prompts):
+        harness.add(make_request(str(index), prompt, params))
+    harness.run()
+    return [(sequence.output_token_ids, harness.logprobs[sequence.seq_id]) for sequence in harness.sequences]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_accept_length_meets_every_place_in_block_window_and_group(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proposals of five, right up to a place that is chosen so that all combinations happen."""
+    model, k = model_with_five_drafts(), 5
+    period = model.config.attention.window_size  # a multiple of the block of 4 and of the ratio 2
+    assert period % 4 == 0
+    prompts = [tuple(3 + (13 * i + length) % 240 for i in range(length)) for length in range(2, 2 + period)]
+    params = SamplingParams(max_tokens=56, temperature=1.0, seed=5, logprobs=0, ignore_eos=True)
+    sizes = {"num_blocks": 400, "max_num_seqs": len(prompts), "budget": 200, "model": model}
+    expected = texts_of(Harness(InlineDevice(), depth=0, **sizes), prompts, params)
+    wanted = {prompt: prompt + tuple(tokens) for prompt, (tokens, _) in zip(prompts, expected, strict=True)}
+    harness = Harness(FuzzDevice(depth), depth=depth, num_speculative_tokens=k, **sizes)
+    seen: Counter[tuple[int, int]] = Counter()
+
+    def planned(self: Worker, state: WorkerStepState) -> None:
+        found = state.box.logit_rows
+        assert found is not None
+        rows = []
+        for position, slot in zip(state.outputs.next_start[found.groups].tolist(), found.slots.tolist(), strict=True):
+            text = next((wanted[s.request.prompt_token_ids] for s in harness.sequences if s.slot == slot), ())
+            # The accept length that this place in the window has met least.
+            good = min(range(k + 1), key=lambda length: seen[(length, position % period)])
+            if position + k + 1 < len(text):
+                seen[(good, position % period)] += 1
+            right = [text[i] if i < len(text) else 0 for i in range(position + 1, position + 1 + k)]
+            rows.append([t if i < good else (t + 1) % 240 for i, t in enumerate(right)])
+        state.outputs.drafts[found.groups] = torch.tensor(rows)
+
+    monkeypatch.setattr(Worker, "_propose", planned)
+    assert texts_of(harness, prompts, params) == expected
+    missing = {(good, place) for good in range(k + 1) for place in range(period)} - set(seen)
+    assert not missing
 
 
 def test_drafts_with_the_noise_of_the_target_are_accepted_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
