@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -48,6 +48,8 @@ DRAWING_FIELDS = (
     "max_tokens",
     "min_tokens",
 )
+# What a plain reading honours; `n` has a message of its own.
+HONOURED = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs")
 # Stored narrower than torch computes them; every value fits.
 STORED_AS = {torch.int64: torch.int32, torch.bool: torch.uint8}
 
@@ -148,8 +150,10 @@ def _check_options(
     """Returns: the most tokens that a prompt gets."""
     if params is not None and params.n != 1:
         raise Rejected(f"n = {params.n}: a recording holds one completion of each prompt; repeat the prompt with other seeds")
-    if params is not None and params.min_tokens:
-        raise Rejected(f"min_tokens = {params.min_tokens}: not recorded; `ignore_eos` reads up to max_tokens")
+    others = [f.name for f in fields(SamplingParams) if f.name not in HONOURED]
+    ignored = [name for name in others if params is not None and getattr(params, name) != getattr(GREEDY, name)]
+    if ignored:
+        raise Rejected(f"{', '.join(ignored)}: a plain reading does not have it; recorded are {', '.join(HONOURED)}")
     if params is not None and params.max_tokens is None:
         raise Rejected("max_tokens = None: a recording needs a bound, because its size is announced before it runs")
     if params is not None and (other := [n for n in changed_fields(params) if n not in (*DRAWING_FIELDS, "logprobs", "n")]):

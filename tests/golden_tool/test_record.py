@@ -179,6 +179,7 @@ def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ({"sampling_params": SamplingParams(n=2)}, Rejected, "holds one completion"),
         ({"sampling_params": SamplingParams(max_tokens=None)}, Rejected, "needs a bound"),
         ({"sampling_params": SamplingParams(min_tokens=2)}, Rejected, "min_tokens"),
+        ({"sampling_params": SamplingParams(presence_penalty=0.5)}, Rejected, "presence_penalty: a plain reading does not have it"),
         ({"sampling_params": SamplingParams(max_tokens=1000)}, PromptTooLong, "the model takes 1024"),
         ({"top_logprobs": 0}, Rejected, "top_logprobs = 0"),
         ({"batch_size": 0}, Rejected, "at least 1"),
