@@ -1,5 +1,6 @@
 """`LLMEngine` with stored prefixes, from outside: the same text, and outputs that say what was taken from where."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,16 +71,37 @@ def test_what_takes_nothing_from_a_cache_changes_no_bit(settings: dict[str, Any]
     assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
 
 
-def test_completions_of_one_prompt_and_prompts_alike_share_what_is_stored() -> None:
-    prompts, params = [TURNS[0] + [salt] for salt in range(3, 9)], SamplingParams(n=2, seed=5, max_tokens=4, logprobs=0)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_prefix_caching": True},
+        {"enable_prefix_caching": True, "num_blocks": 30, "num_host_blocks": 50, "max_num_batched_tokens": 16},
+        {"num_speculative_tokens": 3},
+    ],
+    ids=str,
+)
+def test_company_does_not_matter(settings: dict[str, Any]) -> None:
+    """Several completions of a prompt, prompts that begin alike, and one that wants to see every row."""
+    prompts, several = [TURNS[0], TURNS[0] + [9, 9], TURNS[0][:29]], replace(PARAMS, n=3)
+    watching = replace(PARAMS, prompt_logprobs=0, return_hidden_states=True, return_routed_experts=True)
+
+    def everything(engine: LLMEngine) -> list[Any]:
+        seen = []
+        for _ in range(2):
+            outputs = engine.generate([*prompts, TURNS[0] + [4]], [several, several, several, watching], use_tqdm=False)
+            (completion,) = outputs[-1].outputs
+            assert outputs[-1].num_cached_tokens == 0
+            assert completion.hidden_states is not None
+            assert completion.routed_experts is not None
+            seen += [facts(outputs), outputs[-1].prompt_logprobs]
+            seen += [completion.hidden_states.tolist(), completion.routed_experts.tolist()]
+        return seen
+
     with load() as engine:
-        expected = engine.generate(prompts, params, use_tqdm=False)
-    with load(enable_prefix_caching=True, replay="exact", num_blocks=40) as engine:
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        assert facts(outputs) == facts(expected)
-        assert outputs[-1].num_cached_tokens == 28
-        again = engine.generate(prompts[:1], params, use_tqdm=False)
-    assert facts(again) == facts(expected[:1])
+        expected = everything(engine)
+    with load(replay="exact", **settings) as engine:
+        assert everything(engine) == expected
+        assert (engine.stats().cached_tokens > 0) is ("enable_prefix_caching" in settings)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ SEEN = {
     "late_looks": 0,
     "slot_reuse": 0,
     "aborted": 0,
+    "cached_tokens": 0,
 }
 # A few prompts and parameters, so that reference runs are shared.
 PROMPTS = [tuple(3 + (7 * i + 5 * length) % 310 for i in range(length)) for length in (1, 2, 7, 11, 12, 13, 24, 31)]
@@ -69,6 +70,7 @@ class Runtime(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 3, 1, 2, 3]),
         is_adaptive=st.sampled_from([True, False]),
         eagerness=st.sampled_from([0.2, 0.5, 0.9]),
+        caches=st.booleans(),
     )
     def open(
         self,
@@ -81,6 +83,7 @@ class Runtime(RuleBasedStateMachine):
         drafts: int,
         is_adaptive: bool,
         eagerness: float,
+        caches: bool,
     ) -> None:
         self.device = FuzzDevice(seed, eagerness)
         self.drafts = drafts
@@ -93,6 +96,9 @@ class Runtime(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             decode_buckets=buckets,
             num_speculative_tokens=drafts,
+            prefix_caching=caches,
+            replay="exact" if caches else "full",
+            num_ring_snapshots=3,
             draft_budget=AnyBudget(seed, drafts) if is_adaptive and drafts else None,
         )
         self.aborted: set[int] = set()
@@ -178,6 +184,7 @@ class Runtime(RuleBasedStateMachine):
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)
+        SEEN["cached_tokens"] += harness.scheduler.recovery.counters.cached_tokens
         SEEN["accepted"] += counters.accepted
         SEEN["rejected"] += counters.verified - counters.accepted
         SEEN["not_verified"] += counters.drafted - counters.verified
