@@ -134,10 +134,12 @@ class Scheduler:
         Raises `CapacityError` if it could never run, naming the sizes.
         """
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
-        if sequence.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
-            sequence.grammar = sequence.request.start_grammar()
+        others = list(followers)
+        for each in (sequence, *others):
+            if each.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
+                each.grammar = each.request.start_grammar()
         self.waiting.append(sequence)
-        self.shared_prompts.add(sequence, list(followers))
+        self.shared_prompts.add(sequence, others)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""

@@ -10,6 +10,7 @@ import pytest
 
 from deepinfer.dims import Tensor
 from deepinfer.runtime import loop as loop_module
+from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.grammar_masks import build_masks, unpack
 from deepinfer.runtime.plan import SchedulerOutputs
@@ -242,3 +243,15 @@ def test_taking_a_mechanism_out_is_noticed(mutation: Callable[[pytest.MonkeyPatc
     monkeypatch.setattr(Worker, "_propose", tokens_ahead(lone_runs()))  # the lone runs are made before the mutation
     mutation(monkeypatch)
     assert any(run(seed, 1, K, most_steps=50)[0] for seed in range(3)), "nothing failed without it"
+
+
+def test_every_completion_of_a_request_keeps_to_the_form() -> None:
+    params = replace(structured(9, max_tokens=14, regex="(ab|[abc]d?){6,9}"), n=3)
+    harness = Harness(InlineDevice(), depth=0, num_blocks=60)
+    request = make_request("0", (13, 20), params)
+    sequences = [harness.open(request, index) for index in range(params.n)]
+    harness.scheduler.add(sequences[0], sequences[1:])
+    harness.run()
+    for sequence in sequences:
+        alone = reference_outcome((13, 20), replace(params, n=1, seed=9 + sequence.index))
+        assert sequence.output_token_ids == alone.token_ids
