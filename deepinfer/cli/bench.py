@@ -1,39 +1,105 @@
-"""`deepinfer bench`: measurements, each printed as a table and, with --json, written as JSON."""
+"""`deepinfer bench`: measurements, each printed as a table and, with --json, written as JSON.
+
+Those of a model measure the machine's own rates first, so that each figure stands beside its floor.
+"""
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 NAME = "bench"
 HELP = "measure the engine on this machine"
+KERNELS = ("auto", "triton", "inductor", "plain")
+
+
+def at_least(low: float, kind: type = int) -> Callable[[str], Any]:
+    """An argument's type: a number that is not below `low`."""
+
+    def parse(text: str) -> Any:
+        noun = "an integer" if kind is int else "a number"
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= low:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {noun} of at least {low}")
+        return value
+
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the measurements and their options."""
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True, dest="what")
+    _add_host_measurements(kinds)
+    positive = at_least(1)
+
+    decode = _model_parser(kinds, "decode", "steady decode: times, busy share, byte floors, memory")
+    decode.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64, 128], help="batch sizes (default 1 16 64 128)")
+    decode.add_argument("--context", type=positive, nargs="+", default=[1024], help="tokens before the step (default 1024)")
+    decode.add_argument("--kernels", choices=KERNELS, nargs="+", default=["auto"], help="one after the other (default auto)")
+    decode.add_argument("--depth", type=int, choices=(0, 1), nargs="+", default=[1], help="steps that the host runs ahead")
+    decode.add_argument("--drafts", type=at_least(0), default=0, help="drafts verified for each sequence (default 0)")
+    decode.add_argument("--steps", type=positive, default=30, help="steps of a stretch; three for each row (default 30)")
+
+    speculation = _model_parser(kinds, "speculation", "whole requests without and with drafts, alternating")
+    speculation.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16, 64], help="batch sizes (default 1 4 16 64)")
+    speculation.add_argument("--drafts", type=at_least(0), nargs="+", default=[0, 5], help="numbers to compare (default 0 5)")
+    speculation.add_argument("--adaptive", action="store_true", help="also let the engine choose the number")
+    speculation.add_argument("--max-tokens", type=positive, default=128, help="tokens of each request (default 128)")
+    speculation.add_argument("--temperature", type=at_least(0, float), default=0.0, help="of the sampling (default 0)")
+    speculation.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
+
+
+def _add_host_measurements(kinds: Any) -> None:
+    """Scheduler, overlap and timeline: how the host keeps up."""
+    positive = at_least(1)
     scheduler = kinds.add_parser("scheduler", help="what planning and applying a step cost the host, without a model")
-    scheduler.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024], help="running sequences")
-    scheduler.add_argument("--queued", type=int, default=10_000, help="waiting sequences of the last row (default 10000)")
+    scheduler.add_argument("--running", type=positive, nargs="+", default=[1, 64, 256, 1024], help="running sequences")
+    scheduler.add_argument("--queued", type=at_least(0), default=10_000, help="waiting sequences of the last row (default 10000)")
     overlap = kinds.add_parser("overlap", help="steady decode in the plain and the overlapped loop, alternating")
     timeline = kinds.add_parser("timeline", help="a picture of host and device lanes, as a Chrome trace and a PNG")
     for kind in (overlap, timeline):
         kind.add_argument("-m", "--model", default="mini", help="a checkpoint folder or a preset's name (default mini)")
         kind.add_argument("--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native)")
         kind.add_argument("--device", help="torch device (default: the accelerator if there is one, else cpu)")
-    overlap.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 128], help="batch sizes")
-    overlap.add_argument("--steps", type=int, default=50, help="steps of a stretch; three stretches for each loop (default 50)")
-    overlap.add_argument("--delay", type=float, nargs="+", default=[0.0], help="artificial host work for a step, in ms")
-    timeline.add_argument("--batch", type=int, default=16, help="batch size (default 16)")
+    overlap.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16, 64, 128], help="batch sizes")
+    overlap.add_argument("--steps", type=positive, default=50, help="steps of a stretch; three for each loop (default 50)")
+    overlap.add_argument(
+        "--delay", type=at_least(0, float), nargs="+", default=[0.0], help="artificial host work for a step, in ms"
+    )
+    timeline.add_argument("--batch", type=positive, default=16, help="batch size (default 16)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
     for kind in (scheduler, overlap):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
+def _model_parser(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """A measurement of a model, with the options that all of those have."""
+    parser: argparse.ArgumentParser = kinds.add_parser(name, help=text)
+    parser.add_argument(
+        "-m", "--model", default="mini", help="a checkpoint folder, a preset, or flash_slice[:LAYERS[:EXPERTS]] (default mini)"
+    )
+    parser.add_argument("--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native)")
+    parser.add_argument("--device", help="torch device (default: the accelerator if there is one, else cpu)")
+    parser.add_argument("--batch-invariant", action="store_true", help="bits that do not depend on the batch")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file, again after each row")
+    parser.add_argument("--time-limit", type=at_least(0, float), metavar="S", help="begin no new row after so many seconds")
+    return parser
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
+    from deepinfer.bench.report import check_writable
+
+    for option in ("json", "png", "output"):
+        check_writable(getattr(args, option, None), f"--{option}")
+    if args.what in MEASUREMENTS:
+        return run_measurement(args)
     if args.what == "timeline":
         return run_timeline(args)
     rows = scheduler_rows(args) if args.what == "scheduler" else overlap_rows(args)
@@ -41,6 +107,60 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def run_measurement(args: argparse.Namespace) -> int:
+    """A measurement of a model: its ceilings, then its rows. Exit status 1 if some could not be measured."""
+    from deepinfer.bench.bench_model import bench_device, model_config
+    from deepinfer.bench.ceilings import measure_ceilings
+    from deepinfer.bench.report import Report
+    from deepinfer.engine_config import EngineConfig
+
+    config = EngineConfig(precision=args.precision, device=args.device, batch_invariant=args.batch_invariant)
+    # Before anything takes time: whatever is wrong with the model's name or the device.
+    model_config(args.model)
+    device = bench_device(config)
+    with Report(args.what, measure_ceilings(device), args.json, args.time_limit) as report:
+        MEASUREMENTS[args.what](args, config, report)
+    return 1 if report.has_failures else 0
+
+
+def _decode(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    from deepinfer.bench.decode import measure_decode
+
+    measure_decode(
+        args.model,
+        # A budget that changes from step to step would leave no one floor.
+        replace(config, num_speculative_tokens=args.drafts, adaptive_verification=False),
+        report,
+        kernels=args.kernels,
+        batches=args.batch,
+        contexts=args.context,
+        depths=args.depth,
+        steps=args.steps,
+    )
+
+
+def _speculation(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    from deepinfer.bench.speculation import measure_speculation
+
+    measure_speculation(
+        args.model,
+        replace(config, kernels=args.kernels),
+        report,
+        batches=args.batch,
+        drafts=args.drafts,
+        with_adaptive=args.adaptive,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+    )
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any, Any], None]] = {"decode": _decode, "speculation": _speculation}
 
 
 def scheduler_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
