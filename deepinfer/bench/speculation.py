@@ -72,7 +72,7 @@ class _Run:
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> None:
         """Serve the batch once and add up what it took."""
         before, start = self.engine.stats(), time.perf_counter()
-        outputs = self.engine.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        outputs = self.engine.generate(prompts, params, use_tqdm=False)
         self.seconds.append(time.perf_counter() - start)
         # A step in flight when the last token came is applied later.
         self.engine.flush()
