@@ -7,7 +7,6 @@ Which experts the rows choose is observed in one step that runs without graphs a
 import asyncio
 import gc
 import itertools
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -152,7 +151,7 @@ def decode_figures(
         reserved = peak()
     # Before the step that observes, which is none of them.
     times = [run.times(steps * ROUNDS) for run in runs]
-    walls = [statistics.median(run.wall_ms) for run in runs]
+    walls = [run.median_ms for run in runs]
     cache_bytes = sum(t.nbytes for run in runs for t in run.worker.cache.tensors())
     drafts, moe = config.num_speculative_tokens, model.config.moe
     active, routing = observed_experts(runs[0]), "observed"

@@ -4,7 +4,6 @@ The two loops alternate in one run on one model. Device time comes from events a
 the wall time of the overlapped loop must be the larger of host and device, not their sum.
 """
 
-import statistics
 from dataclasses import dataclass
 
 from deepinfer.bench.steady_decode import SteadyDecode
@@ -37,7 +36,7 @@ def figures(run: SteadyDecode, steps: int) -> OverlapFigures:
         batch=run.batch,
         depth=run.depth,
         host_delay_ms=run.host_delay_ms,
-        wall_ms=statistics.median(run.wall_ms),
+        wall_ms=run.median_ms,
         device_ms=device,
         host_ms=host,
         busy=device / mean,

@@ -145,6 +145,11 @@ class SteadyDecode:
         return sum(end - begin for begin, end in self._stretches) / steps, device / steps, host / steps
 
     @property
+    def median_ms(self) -> float:
+        """Wall time of a step in the median stretch."""
+        return statistics.median(self.wall_ms)
+
+    @property
     def tokens_per_step(self) -> float:
         """Tokens that a sequence gained from a measured step."""
         return statistics.mean(self._gained)

@@ -54,6 +54,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument("--temperature", type=at_least(0, float), default=0.0, help="of the sampling (default 0)")
     speculation.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
 
+    prefill = _model_parser(kinds, "prefill", "one long prompt in chunks: matrix rate against the measured one")
+    prefill.add_argument("--tokens", type=positive, nargs="+", default=[8192], help="lengths of the prompt (default 8192)")
+    prefill.add_argument("--chunk", type=positive, nargs="+", default=[2048], help="most rows of a step (default 2048)")
+    prefill.add_argument("--kernels", choices=KERNELS, nargs="+", default=["auto"], help="one after the other (default auto)")
+    for kind in (decode, prefill):
+        kind.add_argument("--png", type=Path, help="also draw the rows below the machine's roofline (needs the 'notebooks' extra)")
+
+    layer = _model_parser(kinds, "layer", "a decode step by operation: time, launches, byte floor")
+    layer.add_argument("--batch", type=positive, default=1, help="batch size (default 1)")
+    layer.add_argument("--context", type=positive, default=1024, help="tokens before the step (default 1024)")
+    layer.add_argument("--drafts", type=at_least(0), default=0, help="drafts verified for each sequence (default 0)")
+    layer.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
+    layer.add_argument("--steps", type=positive, default=10, help="steps that are profiled (default 10)")
+
+    compiling = _model_parser(kinds, "compile", "time to the first token in a fresh process, without and with compile caches")
+    compiling.add_argument("--max-num-seqs", type=positive, default=64, help="most sequences in a step (default 64)")
+    compiling.add_argument("--drafts", type=at_least(0), default=0, help="drafts verified for each sequence (default 0)")
+    compiling.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
+    compiling.add_argument("--timeout", type=at_least(1, float), default=500.0, help="seconds for each start (default 500)")
+
+    compare = _model_parser(kinds, "compare", "steady decode under two configurations, alternating")
+    compare.add_argument("first", metavar="A", help="FIELD=VALUE,... of EngineConfig; '' for none")
+    compare.add_argument("second", metavar="B", help="the same for the other side, as batch_invariant=true,kernels=triton")
+    compare.add_argument("--batch", type=positive, nargs="+", default=[1, 64], help="batch sizes (default 1 64)")
+    compare.add_argument("--context", type=positive, nargs="+", default=[1024], help="tokens before the step (default 1024)")
+    compare.add_argument("--steps", type=positive, default=30, help="steps of a stretch; three for each row (default 30)")
+
 
 def _add_host_measurements(kinds: Any) -> None:
     """Scheduler, overlap and timeline: how the host keeps up."""
@@ -120,8 +147,16 @@ def run_measurement(args: argparse.Namespace) -> int:
     # Before anything takes time: whatever is wrong with the model's name or the device.
     model_config(args.model)
     device = bench_device(config)
+    png = getattr(args, "png", None)
+    if png is not None:
+        from deepinfer.bench.roofline import check_matplotlib, draw_roofline, points_of
+
+        check_matplotlib()
     with Report(args.what, measure_ceilings(device), args.json, args.time_limit) as report:
         MEASUREMENTS[args.what](args, config, report)
+    if png is not None and report.ceilings is not None:
+        draw_roofline(points_of(args.what, report.rows), report.ceilings, png)
+        print(png)
     return 1 if report.has_failures else 0
 
 
@@ -160,7 +195,45 @@ def _speculation(args: argparse.Namespace, config: Any, report: Any) -> None:
     )
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any, Any], None]] = {"decode": _decode, "speculation": _speculation}
+def _prefill(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from deepinfer.bench.prefill import measure_prefill
+
+    measure_prefill(args.model, config, report, kernels=args.kernels, tokens=args.tokens, chunks=args.chunk)
+
+
+def _layer(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    from deepinfer.bench.layer import measure_layer
+
+    own = replace(config, kernels=args.kernels, num_speculative_tokens=args.drafts, adaptive_verification=False)
+    measure_layer(args.model, own, report, batch=args.batch, context=args.context, steps=args.steps)
+
+
+def _compile(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    from deepinfer.bench.cold_start import measure_cold_start
+
+    own = replace(config, kernels=args.kernels, num_speculative_tokens=args.drafts, max_num_seqs=args.max_num_seqs)
+    measure_cold_start(args.model, own, report, timeout_s=args.timeout)
+
+
+def _compare(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from deepinfer.bench.compare import compare
+
+    texts = args.first, args.second
+    compare(args.model, config, report, texts, batches=args.batch, contexts=args.context, steps=args.steps)
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any, Any], None]] = {
+    "decode": _decode,
+    "speculation": _speculation,
+    "prefill": _prefill,
+    "layer": _layer,
+    "compile": _compile,
+    "compare": _compare,
+}
 
 
 def scheduler_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
