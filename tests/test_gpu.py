@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepinfer import EngineConfig, LLMEngine, SamplingParams, Tokenizer, load_model
-from deepinfer.bench.overlap import SteadyDecode
+from deepinfer.bench.steady_decode import SteadyDecode
 from deepinfer.model.numerics import reference_ops
 
 GOLDEN = Path(__file__).parent / "data" / "golden"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from deepinfer.bench.overlap import SteadyDecode
+from deepinfer.bench.steady_decode import SteadyDecode
 from deepinfer.errors import MissingExtra
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import COMPUTE, COPY

@@ -1,0 +1,287 @@
+"""The Triton kernels that read no quantised weights, on a GPU: attention, float32 products, mixing, index scores, routing.
+
+Each against its plain twin at published and odd sizes, independent of the batch, repeatable; a broken token stays in its row.
+`torch.empty` gives NaN under the settings of `conftest.py`, so a place that a kernel forgets is found in every comparison.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.model.hyper_connection import HyperConnection
+from deepinfer.model.indexer import Indexer
+from deepinfer.model.numerics import Numerics, precision_named, reference_ops
+from deepinfer.model.router import Router
+from deepinfer.ops.attend import attend
+from deepinfer.presets import flash_slice
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
+
+NUMERICS = Numerics(precision=precision_named("native"), ops=reference_ops())
+COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 127, 129)
+ROWS = 130
+REPEATS = 100
+
+
+class Case(NamedTuple):
+    """A kernel and its twin over the same rows; every row of the inputs belongs to one row of the results."""
+
+    inputs: tuple[Tensor, ...]
+    run: Callable[..., tuple[Tensor, ...]]
+    expected: tuple[Tensor, ...]
+    tolerance: float  # of the largest difference, in units of the expected values' root mean square
+
+    def part(self, rows: slice) -> tuple[Tensor, ...]:
+        return tuple(t[rows].clone() for t in self.inputs)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def attend_case(heads: int, channels: int, places: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Lists with holes, one of them with a single place."""
+    from deepinfer.ops.triton_kernels import attention
+
+    q, kv = torch.randn(ROWS, heads, channels, device="cuda"), torch.randn(ROWS, places, channels, device="cuda")
+    q, kv = q.to(dtype), kv.to(dtype)
+    visible = torch.rand(ROWS, places, device="cuda") < 0.7
+    visible[:, 0] = True
+    visible[5, 1:] = False
+    # What is not visible may hold anything.
+    kv[~visible] = float("nan")
+    sink, scale = torch.randn(heads, device="cuda"), channels**-0.5
+    expected = attend(q.double(), kv.double(), visible, sink.double(), scale)
+
+    def run(q: Tensor, kv: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
+        return (attention.attend(q, kv, visible, sink, scale),)
+
+    return Case((q, kv, visible), run, (expected,), 0.05 if dtype == torch.bfloat16 else 1e-4)
+
+
+def float32_case(n: int, k: int, dtype: torch.dtype) -> Case:
+    from deepinfer.ops.triton_kernels.float32_linear import float32_linear
+
+    x = (torch.randn(ROWS, k, device="cuda") * torch.exp(torch.randn(ROWS, k, device="cuda"))).to(dtype)
+    w = torch.randn(n, k, device="cuda").bfloat16()
+    return Case((x,), lambda x: (float32_linear(x, w),), (x.double() @ w.double().T,), 1e-5)
+
+
+def mix_case(dim: int, dtype: torch.dtype) -> Case:
+    from deepinfer.ops.triton_kernels.hyper_mix import hyper_mix
+
+    config = replace(flash_slice(), dim=dim)
+    with torch.device("cuda"):
+        hyper = HyperConnection(config, NUMERICS)
+    m = config.hyper_connection.mult
+    for parameter in hyper.parameters():
+        parameter.data.normal_()
+    hyper.fn.data.mul_((m * dim) ** -0.5)
+    streams = torch.randn(ROWS, m, dim, device="cuda").to(dtype)
+    c = hyper.config
+
+    def run(streams: Tensor) -> tuple[Tensor, ...]:
+        return hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, hyper.norm_eps, c.eps, c.sinkhorn_iters)
+
+    return Case((streams,), run, tuple(hyper(streams)), 1e-4)
+
+
+def index_case(heads: int, channels: int, per_block: int, blocks: int) -> Case:
+    """Four sequences whose blocks lie anywhere; rows see from nothing to everything."""
+    from deepinfer.ops.triton_kernels.index_scores import index_scores
+
+    count = 4 * blocks + 1
+    keys = torch.randn(count * per_block, channels, device="cuda").bfloat16()
+    tables = 1 + torch.randperm(4 * blocks, device="cuda").view(4, blocks)
+    q = torch.randn(ROWS, heads, channels, device="cuda").bfloat16()
+    weights = torch.rand(ROWS, heads, device="cuda").bfloat16() * heads**-0.5
+    seq_ids = torch.arange(ROWS, device="cuda") % 4
+    n_visible = torch.randint(0, blocks * per_block + 1, (ROWS,), device="cuda")
+    n_visible[0], n_visible[1] = 0, blocks * per_block
+    own = keys.view(count, per_block, channels)[tables].flatten(1, 2)[seq_ids]
+    dots = torch.einsum("thd,tcd->thc", q.double(), own.double()).bfloat16()
+    terms = (torch.relu(dots) * weights[:, :, None]).double()
+    entry = torch.arange(own.shape[1], device="cuda")
+    expected = terms.sum(dim=1).masked_fill(entry >= n_visible[:, None], float("-inf"))
+
+    def run(q: Tensor, weights: Tensor, seq_ids: Tensor, n_visible: Tensor) -> tuple[Tensor, ...]:
+        return (index_scores(q, weights, keys, tables, seq_ids, n_visible, per_block),)
+
+    return Case((q, weights, seq_ids, n_visible), run, (expected,), 0.1)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "attend, published": lambda: attend_case(64, 512, 640),
+    "attend, odd": lambda: attend_case(3, 32, 77),
+    "attend, draft": lambda: attend_case(64, 512, 133),
+    "attend, float32": lambda: attend_case(4, 64, 200, torch.float32),
+    "router": lambda: float32_case(384, 5120, torch.bfloat16),
+    "head": lambda: float32_case(129280, 512, torch.bfloat16),
+    "gate, float32": lambda: float32_case(512, 5120, torch.float32),
+    "confidence": lambda: float32_case(1, 5376, torch.bfloat16),
+    "odd product": lambda: float32_case(77, 200, torch.float32),
+    "mix, published": lambda: mix_case(5120, torch.bfloat16),
+    "mix, odd": lambda: mix_case(96, torch.bfloat16),
+    "mix, float32": lambda: mix_case(160, torch.float32),
+    "index, published": lambda: index_case(32, 128, 64, 20),
+    "index, ratio 2": lambda: index_case(32, 128, 32, 33),
+    "index, small": lambda: index_case(16, 32, 2, 7),
+}
+
+
+@cache
+def case_named(name: str) -> Case:
+    torch.manual_seed(0)
+    return CASES[name]()
+
+
+def all_cases() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", CASES)
+
+
+def check_equal(observed: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: object) -> None:
+    for a, b in zip(observed, expected, strict=True):
+        assert torch.equal(a, b), what
+
+
+@all_cases()
+def test_a_kernel_agrees_with_its_plain_twin(name: str) -> None:
+    case = case_named(name)
+    for observed, expected in zip(case.run(*case.inputs), case.expected, strict=True):
+        assert observed.shape == expected.shape
+        assert torch.equal(observed == float("-inf"), expected == float("-inf"))
+        is_finite = expected > float("-inf")
+        observed, expected = observed[is_finite].double(), expected[is_finite].double()
+        largest = (observed - expected).abs().max() / expected.square().mean().sqrt()
+        print(f"{name}: largest {float(largest):.2e}")
+        assert largest <= case.tolerance
+
+
+@all_cases()
+def test_a_row_does_not_depend_on_its_company(name: str) -> None:
+    case = case_named(name)
+    whole = case.run(*case.inputs)
+    for count in COUNTS:
+        for rows in (slice(count), slice(ROWS - count, None)):
+            check_equal(case.run(*case.part(rows)), tuple(t[rows] for t in whole), rows)
+
+
+@all_cases()
+@pytest.mark.parametrize("count", [1, 16, 130])
+def test_a_kernel_repeats(name: str, count: int) -> None:
+    case = case_named(name)
+    inputs = case.part(slice(count))
+    first = case.run(*inputs)
+    assert not any(t.isnan().any() for t in first)
+    for repeat in range(REPEATS):
+        check_equal(case.run(*inputs), first, repeat)
+
+
+@all_cases()
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_broken_token_stays_in_its_row(name: str, count: int) -> None:
+    case = case_named(name)
+    # Row 1 sees everything that its sequence has.
+    inputs = case.part(slice(1, 1 + count))
+    expected = case.run(*inputs)
+    broken = inputs[0].clone()
+    broken[0].view(-1)[1] = float("nan")
+    observed = case.run(broken, *inputs[1:])
+    assert observed[0][0].isnan().any()
+    check_equal(tuple(t[1:] for t in observed), tuple(t[1:] for t in expected), "other rows")
+
+
+@all_cases()
+def test_a_kernel_can_be_captured(name: str) -> None:
+    case = case_named(name)
+    inputs = case.part(slice(9))
+    expected = case.run(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run(*inputs)
+    for _ in range(3):
+        for tensor in out:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        check_equal(out, expected, "replay")
+
+
+def router_of(experts: int, chosen: int) -> Router:
+    config = flash_slice()
+    moe = replace(config.moe, n_routed_experts=experts, n_activated_experts=chosen)
+    with torch.device("cuda"):
+        router = Router(256, moe, NUMERICS)
+    router.weight.data.normal_().mul_(256**-0.5)
+    router.bias.data.normal_().mul_(0.05)
+    return router
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(384, 6), (128, 3), (16, 3), (7, 1), (33, 33)])
+def test_routing_is_the_plain_one(experts: int, chosen: int) -> None:
+    from deepinfer.ops.triton_kernels.route import route
+
+    router, x = router_of(experts, chosen), torch.randn(ROWS, 256, device="cuda").bfloat16()
+    expected = router(x)
+    logits = router.plain(x)
+    weights, ids = route(logits, router.bias, chosen, router.moe.route_scale)
+    # Scores that differ by less than their own last bits may change places.
+    same = (ids == expected.ids).all(dim=1)
+    assert same.float().mean() > 0.98
+    assert torch.equal(ids.sort(dim=1).values[same], expected.ids.sort(dim=1).values[same])
+    torch.testing.assert_close(weights[same], expected.weights[same], rtol=1e-5, atol=1e-6)
+    for count in COUNTS:
+        check_equal(route(logits[:count], router.bias, chosen, router.moe.route_scale), (weights[:count], ids[:count]), count)
+
+
+def test_equal_scores_go_to_the_lower_expert() -> None:
+    from deepinfer.ops.triton_kernels.route import route
+
+    logits = torch.zeros(3, 384, device="cuda")
+    logits[1, 100:110] = 5.0
+    logits[2, 7], logits[2, 383] = 30.0, 30.0  # beyond where softplus is the number itself
+    _, ids = route(logits, torch.zeros(384, device="cuda"), 6, 1.5)
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5], [100, 101, 102, 103, 104, 105], [7, 383, 0, 1, 2, 3]]
+
+
+def test_a_broken_token_keeps_its_routing_within_the_experts() -> None:
+    from deepinfer.ops.triton_kernels.route import route
+
+    logits = torch.randn(4, 384, device="cuda")
+    expected = route(logits, torch.zeros(384, device="cuda"), 6, 1.5)
+    logits[2, 9] = float("nan")
+    weights, ids = route(logits, torch.zeros(384, device="cuda"), 6, 1.5)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < 384
+    assert weights[2].isnan().any()
+    kept = torch.tensor([0, 1, 3], device="cuda")
+    check_equal((weights[kept], ids[kept]), (expected[0][kept], expected[1][kept]), "other rows")
+
+
+def test_index_scores_are_those_of_the_module() -> None:
+    """Through `Indexer._scores`, whose roundings the kernel repeats."""
+    from deepinfer.ops.triton_kernels.index_scores import index_scores
+
+    config = flash_slice()
+    with torch.device("cuda"):
+        indexer: Any = Indexer(config, 2, NUMERICS)
+    keys = torch.randn(5 * 64, 128, device="cuda").bfloat16()
+    q, weights = torch.randn(9, 32, 128, device="cuda").bfloat16(), torch.rand(9, 32, device="cuda").bfloat16()
+    tables = torch.tensor([[1, 3], [4, 2]], device="cuda")
+    seq_ids, n_visible = torch.arange(9, device="cuda") % 2, torch.full((9,), 128, device="cuda")
+    plain = indexer._scores(q, weights, keys.view(5, 64, 128)[tables].flatten(1, 2), seq_ids)
+    observed = index_scores(q, weights, keys, tables, seq_ids, n_visible, 64)
+    largest = (observed.double() - plain.double()).abs().max() / plain.double().square().mean().sqrt()
+    assert largest <= 2.0**-5
