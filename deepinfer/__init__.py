@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from deepinfer.engine import LLMEngine
     from deepinfer.engine_config import EngineConfig
     from deepinfer.errors import (
+        AgreementError,
         CapacityError,
         CheckpointError,
         ConfigError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         DeepInferError,
         EngineClosed,
         MissingExtra,
+        PeerLost,
         PromptTooLong,
         Rejected,
         RequestError,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     )
     from deepinfer.model.transformer import Transformer
     from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from deepinfer.parallel.config import ParallelConfig
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
     from deepinfer.tokenizer import Tokenizer
@@ -41,6 +44,7 @@ _HOMES = {
     "deepinfer.engine": ("LLMEngine",),
     "deepinfer.engine_config": ("EngineConfig",),
     "deepinfer.errors": (
+        "AgreementError",
         "CapacityError",
         "CheckpointError",
         "ConfigError",
@@ -48,6 +52,7 @@ _HOMES = {
         "DeepInferError",
         "EngineClosed",
         "MissingExtra",
+        "PeerLost",
         "PromptTooLong",
         "Rejected",
         "RequestError",
@@ -59,6 +64,7 @@ _HOMES = {
     ),
     "deepinfer.model.transformer": ("Transformer",),
     "deepinfer.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "deepinfer.parallel.config": ("ParallelConfig",),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
     "deepinfer.tokenizer": ("Tokenizer",),
@@ -66,6 +72,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AgreementError",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
@@ -79,6 +86,8 @@ __all__ = [
     "Logprob",
     "MissingExtra",
     "ModelConfig",
+    "ParallelConfig",
+    "PeerLost",
     "PromptTooLong",
     "Rejected",
     "RequestError",

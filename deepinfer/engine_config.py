@@ -1,9 +1,10 @@
 """How an engine runs a model: precision, device, and the sizes of its steps and caches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import precision_named
+from deepinfer.parallel.config import ParallelConfig
 from deepinfer.runtime.verify import VERIFICATIONS
 from deepinfer.sampling_params import SEED_LIMIT, shown
 
@@ -35,6 +36,7 @@ class EngineConfig:
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
+        parallel: ranks that share the work; one process by default.
         seed: seeds of requests that bring none derive from it.
     """
 
@@ -53,6 +55,7 @@ class EngineConfig:
     cuda_graphs: bool | str = "auto"
     max_queued_requests: int = 100_000
     max_logprobs: int = 20
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,5 +85,6 @@ class EngineConfig:
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
         for name in ("adaptive_verification", "batch_invariant"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")
+        require("parallel", isinstance(self.parallel, ParallelConfig), "expected a ParallelConfig")
         require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

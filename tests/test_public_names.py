@@ -34,6 +34,7 @@ LAYER_OF = {
     "presets": "checkpoint",
     "inspect_checkpoint": "checkpoint",
     "runtime": "runtime",
+    "parallel": "runtime",
     "engine": "engine",
     "training": "tools",
     "bench": "tools",
@@ -47,6 +48,9 @@ WITHOUT_TORCH = [
     "runtime/ids",
     "runtime/scheduler",
     "runtime/release",
+    "parallel/config",
+    "parallel/voting",
+    "parallel/placement",
     "config",
 ]
 
