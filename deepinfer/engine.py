@@ -27,6 +27,8 @@ from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTo
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import CompletionOutput, RequestOutput
+from deepinfer.parallel.expert_balance import ExpertBalance
+from deepinfer.parallel.group_engine import GroupEngineCore, load_share, local_device
 from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
@@ -40,14 +42,25 @@ T = TypeVar("T")
 
 
 class LLMEngine:
-    """A model with everything needed to generate from it. Use as a context manager, or `close()` it."""
+    """A model with everything needed to generate from it. Use as a context manager, or `close()` it.
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+    On several ranks (`EngineConfig.parallel`) every process makes the same calls with the same prompts.
+    """
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None, balance: ExpertBalance | None = None
+    ) -> None:
         tokenizer.check_against(model.config)
         self.tokenizer, self.config = tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
-        self._thread = _EngineThread(EngineCore(model, tokenizer, self.config, open_device(model.device)))
+        device = open_device(model.device)
+        core = (
+            EngineCore(model, tokenizer, self.config, device)
+            if balance is None
+            else GroupEngineCore(model, tokenizer, self.config, device, balance)
+        )
+        self._thread = _EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
 
@@ -67,6 +80,9 @@ class LLMEngine:
         on_cpu = device.type == "cpu"
         if engine_config.batch_invariant and not on_cpu:
             raise ConfigError(f"batch_invariant = True: proven on the CPU only, the device is {device}")
+        if engine_config.parallel.ep_size > 1:
+            model, balance = load_share(folder, engine_config, local_device(engine_config.device, device))
+            return cls(model, Tokenizer.from_folder(folder), engine_config, balance)
         ops = reference_ops(batch_invariant=engine_config.batch_invariant, static_shapes=not on_cpu)
         model = load_model(folder, engine_config.precision, device, ops=ops)
         return cls(model, Tokenizer.from_folder(folder), engine_config)
@@ -85,7 +101,7 @@ class LLMEngine:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results in the order of the prompts.
+        """Complete every prompt; results in the order of the prompts. Of several ranks, rank 0 returns them all, the others none.
 
         Args:
             prompts: one prompt or several; each a text, a list of token ids, or `{"prompt_token_ids": [...]}`.
@@ -103,6 +119,10 @@ class LLMEngine:
             raise Rejected(f"prompts: expected a text, a list of token ids or a list of prompts, got {type(prompts).__name__}")
         batch: Any = [prompts] if single else prompts
         requests = self._requests(batch, sampling_params)
+        core, num_requests = self._thread.core, len(requests)
+        group = core if isinstance(core, GroupEngineCore) else None
+        if group is not None:
+            requests = group.share(requests)
         sinks = [_Sink() for _ in requests]
         submission: concurrent.futures.Future[None] | None = None
         try:
@@ -118,13 +138,19 @@ class LLMEngine:
             if not isinstance(error, KeyboardInterrupt):
                 raise
             logger.warning("interrupted: %d of %d requests end with what they have", unfinished, len(requests))
-        return [sink.last_output(request) for sink, request in zip(sinks, requests, strict=True)]
+        outputs = [sink.last_output(request) for sink, request in zip(sinks, requests, strict=True)]
+        if group is None:
+            return outputs
+        self.flush()  # the last vote too: a peer waits for it
+        return group.collect(outputs, num_requests)
 
     async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one prompt as they grow; each holds everything so far, the last one is `finished`.
 
         A slow consumer skips states and loses no text. Leaving the iteration, or cancelling it, aborts the request.
         """
+        if isinstance(self._thread.core, GroupEngineCore):
+            raise Rejected("stream and agenerate serve one process; on several ranks all of them call generate")
         (request,) = self._requests([prompt], sampling_params)
         sink = _Sink(asyncio.get_running_loop())
         try:
@@ -265,6 +291,9 @@ def _serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
 
 
 async def _submit_all(core: EngineCore, requests: list[Request], sinks: "list[_Sink]") -> None:
+    if isinstance(core, GroupEngineCore):
+        await core.serve([(request, sink.put, sink.fail) for request, sink in zip(requests, sinks, strict=True)])
+        return
     for request, sink in zip(requests, sinks, strict=True):
         await core.submit(request, sink.put, sink.fail)
 

@@ -87,9 +87,9 @@ class Ranks:
         Raises: PeerLost if a rank does not come in time.
         """
         own = torch.tensor(row, dtype=torch.int64, device="cpu")
-        rows = own.new_empty(self.size * len(row))
-        await self._finish(dist.all_gather_into_tensor(rows, own, self.cpu_group, async_op=True), what)
-        return [tuple(of_rank) for of_rank in rows.view(self.size, -1).tolist()]
+        rows = own.new_empty(self.size, len(row))
+        await self._finish(dist.all_gather(list(rows.unbind(0)), own, self.cpu_group, async_op=True), what)
+        return [tuple(of_rank) for of_rank in rows.tolist()]
 
     async def sum(self, what: str, values: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """The sum over all ranks, of host tensors. Raises PeerLost."""
@@ -115,7 +115,7 @@ class Ranks:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = data.new_empty(self.size, dtype=torch.int64)
         try:
-            dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()], device="cpu"), self.results_group)
+            dist.all_gather(list(sizes.unbind(0)), torch.tensor(data.numel(), device="cpu"), self.results_group)
             if self.rank != 0:
                 dist.send(data, 0, self.results_group)
                 return None
@@ -133,14 +133,20 @@ class Ranks:
     def exchange(self, rows: Shaped[Tensor, "n ..."], sent: list[int], received: list[int]) -> Shaped[Tensor, "m ..."]:
         """Rows in rank order of their destination go out, rows in rank order of their source come back."""
         result = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.device_group)
+        self._all_to_all(result, rows.contiguous(), received, sent)
         return result
 
     def exchange_counts(self, counts: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         """How many rows each rank will send here."""
         result = torch.empty_like(counts)
-        dist.all_to_all_single(result, counts, group=self.device_group)
+        self._all_to_all(result, counts, None, None)
         return result
+
+    def _all_to_all(self, result: Tensor, rows: Tensor, received: list[int] | None, sent: list[int] | None) -> None:
+        try:
+            dist.all_to_all_single(result, rows, received, sent, group=self.device_group)
+        except RuntimeError as error:
+            raise self.lost(f"an exchange of rows failed: {first_line(error)}") from error
 
     # ---- signs of life ------------------------------------------------------------------------------------------------
 
@@ -170,8 +176,10 @@ class Ranks:
         return _Sign(int(beat), doing)
 
     def _show_life(self) -> None:
-        beat = 0
-        while not self._is_closed.wait(self._beat_s if beat else 0):
+        beat, is_closed = 0, False
+        while not is_closed:
+            # The last sign is given after the end.
+            is_closed = self._is_closed.wait(self._beat_s if beat else 0)
             beat += 1
             try:
                 self._store.set(f"life/{self.rank}", f"{beat} {self.doing}")

@@ -25,6 +25,7 @@ from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
 
 EOS, FIRST_TOKEN = 1, 100
+TIMEOUT_S = 60.0
 
 
 class Arrival(NamedTuple):
@@ -143,7 +144,7 @@ class _Rank:
             return await group.gather(rank, what, row)
 
         self.agreement = StepAgreement(self.scheduler, gather, config)
-        self.loop = GroupLoop(self.agreement, cast(Worker, cast(Any, self.worker)), depth, self._on_events)
+        self.loop = GroupLoop(self.agreement, cast(Worker, cast(Any, self.worker)), depth, self._on_events, TIMEOUT_S)
         self.loop.on_agreed = lambda iteration, motion, groups: self.trace.agreed.append((iteration, motion, groups))
 
     def _on_events(self, events: list[SequenceEvent]) -> None:

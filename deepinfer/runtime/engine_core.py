@@ -81,7 +81,10 @@ class EngineCore:
     def _reset(self) -> None:
         drafts = self.limits.num_speculative_tokens
         self.scheduler = Scheduler(self.limits, DraftBudget(drafts) if drafts and self.config.adaptive_verification else None)
-        self.loop = StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
+        self.loop = self._open_loop()
+
+    def _open_loop(self) -> StepLoop:
+        return StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
 
     def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
@@ -91,7 +94,7 @@ class EngineCore:
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
         while not self._is_closing:
-            if not self.scheduler.has_work:
+            if not self.loop.has_work:
                 self._idle.set()
                 self._room.set()
                 self._wake.clear()
@@ -101,8 +104,7 @@ class EngineCore:
             try:
                 await self.loop.step()
             except Exception as error:
-                logger.exception("step %d failed; the requests in it end", self.steps)
-                self._fail(self._touched(), StepError(f"step {self.steps} failed: {type(error).__name__}: {error}"))
+                self._step_failed(error)
             if not self._is_full:
                 self._room.set()
             # Submissions, aborts and stream consumers run here, beside the device.
@@ -112,6 +114,10 @@ class EngineCore:
         # Whoever waits for room or for idleness is answered before the event loop stops.
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
+
+    def _step_failed(self, error: Exception) -> None:
+        logger.exception("step %d failed; the requests in it end", self.steps)
+        self._fail(self._touched(), StepError(f"step {self.steps} failed: {type(error).__name__}: {error}"))
 
     def _touched(self) -> list[LiveRequest]:
         """All requests but those that only wait: they have no rows in a step and no memory to lose."""
@@ -171,7 +177,7 @@ class EngineCore:
 
     async def flush(self) -> None:
         """Wait until nothing is queued, running or in flight."""
-        while self.scheduler.has_work and not self._is_closing:
+        while self.loop.has_work and not self._is_closing:
             self._idle.clear()
             self._wake.set()
             await self._idle.wait()
@@ -240,11 +246,12 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
     """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs."""
-    can_capture = device.can_capture and model.numerics.ops.static_shapes
+    # The exchange between ranks reads counts on the host.
+    can_capture = device.can_capture and model.numerics.ops.static_shapes and config.parallel.ep_size == 1
     if config.cuda_graphs is True and not can_capture:
         raise ConfigError(
-            f"EngineConfig.cuda_graphs = True: needs a CUDA device and reference_ops(static_shapes=True), "
-            f"got {device.torch_device} and static_shapes={model.numerics.ops.static_shapes}"
+            f"EngineConfig.cuda_graphs = True: needs a CUDA device, reference_ops(static_shapes=True) and ep_size 1, "
+            f"got {device.torch_device}, static_shapes={model.numerics.ops.static_shapes} and {config.parallel.ep_size}"
         )
     if config.cuda_graphs is False or not can_capture:
         return ()

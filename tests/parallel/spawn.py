@@ -30,7 +30,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, may_die: tuple[int,
         pipes.append(receiver)
         processes.append(process)
     results, failures = [], []
-    for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True)):
+    for rank, pipe in enumerate(pipes):
         try:
             assert pipe.poll(JOIN_S), f"rank {rank} does not end"
             ok, value = pipe.recv()
