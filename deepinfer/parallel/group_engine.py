@@ -6,8 +6,9 @@ the requests, and the steps of a round are agreed on until nobody has work. Betw
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +18,6 @@ from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import AgreementError, ConfigError, DeepInferError, StepError
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
-from deepinfer.outputs import RequestOutput
 from deepinfer.parallel.agreement import StepAgreement
 from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_loop import GroupLoop
@@ -27,13 +27,13 @@ from deepinfer.parallel.voting import Motion
 from deepinfer.runtime.device import Device
 from deepinfer.runtime.engine_core import EngineCore
 from deepinfer.runtime.loop import StepLoop
-from deepinfer.runtime.request import Request
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A request, and where its outputs and its error go: the arguments of `EngineCore.submit`.
-Submission = tuple[Request, Callable[[RequestOutput], None], Callable[[DeepInferError], None]]
+# Queues one request or state.
+Submission = Callable[[], Awaitable[None]]
+T = TypeVar("T")
 
 
 class GroupEngineCore(EngineCore):
@@ -87,12 +87,12 @@ class GroupEngineCore(EngineCore):
 
     # ---- rounds -------------------------------------------------------------------------------------------------------
 
-    def share(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests that this rank owns: they are dealt in turn."""
+    def share(self, requests: Sequence[T]) -> list[T]:
+        """The requests (or states) that this rank owns: they are dealt in turn."""
         return list(requests[self.ranks.rank :: self.ranks.size])
 
     async def serve(self, submissions: Sequence[Submission]) -> None:
-        """Take part in a round with these requests of one's own, perhaps none. Returns when they are queued."""
+        """Take part in a round with these submissions of one's own, perhaps none. Returns when they are queued."""
         if self.failure is not None:
             raise self.failure
         left = len(submissions)
@@ -101,14 +101,14 @@ class GroupEngineCore(EngineCore):
         self._wake.set()
         try:
             for submission in submissions:
-                await self.submit(*submission)
+                await submission()
                 left -= 1
                 self.group_loop.pending -= 1
         finally:
             self.group_loop.pending -= left
 
-    def collect(self, outputs: list[RequestOutput], num_requests: int) -> list[RequestOutput]:
-        """All ranks' outputs in the order of the requests on rank 0, an empty list elsewhere. Collective; blocks.
+    def collect(self, outputs: list[T], num_requests: int) -> list[T]:
+        """All ranks' outputs (or states) in the order of the requests on rank 0, an empty list elsewhere. Collective; blocks.
 
         Raises: AgreementError if the ranks were given different numbers of requests; PeerLost.
         """
@@ -118,7 +118,7 @@ class GroupEngineCore(EngineCore):
         counts = [count for count, _ in gathered]
         if len(set(counts)) > 1:
             raise AgreementError(f"every rank must be given the same prompts; numbers of prompts by rank: {counts}")
-        merged: list[RequestOutput | None] = [None] * num_requests
+        merged: list[T | None] = [None] * num_requests
         for rank, (_, of_rank) in enumerate(gathered):
             merged[rank :: self.ranks.size] = of_rank
         return [output for output in merged if output is not None]

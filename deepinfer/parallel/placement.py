@@ -114,14 +114,19 @@ def count_replicas(loads: Sequence[float], num_slots: int, num_ranks: int) -> li
 def pack_ranks(loads: Sequence[float], copies: Sequence[int], slots_per_rank: int, num_ranks: int) -> list[list[int]]:
     """Copies onto ranks, largest load first, each to the emptiest rank that has a slot and, if one can be found, no other copy."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    filled = [0.0] * num_ranks
+    emptiest = [(0.0, 0, rank) for rank in range(num_ranks)]  # load, slots used, rank: of ranks that have a slot
     order = sorted(range(len(loads)), key=lambda expert: (-loads[expert] / copies[expert], expert))
     for expert in order:
         for _ in range(copies[expert]):
-            open_ranks = [r for r in range(num_ranks) if len(ranks[r]) < slots_per_rank]
-            rank = min(open_ranks, key=lambda r: (expert in ranks[r], filled[r], len(ranks[r]), r))
+            skipped = []
+            while emptiest and expert in ranks[emptiest[0][2]]:
+                skipped.append(heapq.heappop(emptiest))
+            filled, used, rank = heapq.heappop(emptiest) if emptiest else skipped.pop(0)
             ranks[rank].append(expert)
-            filled[rank] += loads[expert] / copies[expert]
+            if used + 1 < slots_per_rank:
+                heapq.heappush(emptiest, (filled + loads[expert] / copies[expert], used + 1, rank))
+            for entry in skipped:
+                heapq.heappush(emptiest, entry)
     return ranks
 
 
@@ -156,10 +161,12 @@ def keep_in_place(old: Sequence[int], new: Sequence[int], num_ranks: int) -> tup
     per_rank = len(new) // num_ranks
     groups = [list(new[i * per_rank : (i + 1) * per_rank]) for i in range(num_ranks)]
     held = [old[i * per_rank : (i + 1) * per_rank] for i in range(num_ranks)]
-    common = [(-len(set(groups[g]) & set(held[r])), r, g) for r in range(num_ranks) for g in range(num_ranks)]
+    common = _incidence(held) @ _incidence(groups).T
     group_of: dict[int, int] = {}
     taken: set[int] = set()
-    for _, rank, group in sorted(common):
+    # The largest overlap first; among equal ones the lower rank, then the lower group.
+    for flat in np.argsort(-common, axis=None, kind="stable").tolist():
+        rank, group = divmod(flat, num_ranks)
         if rank not in group_of and group not in taken:
             group_of[rank] = group
             taken.add(group)
@@ -175,6 +182,14 @@ def keep_in_place(old: Sequence[int], new: Sequence[int], num_ranks: int) -> tup
         incoming = iter(left)
         slots += [next(incoming) if expert is None else expert for expert in row]
     return tuple(slots)
+
+
+def _incidence(ranks: Sequence[Sequence[int]]) -> np.ndarray:
+    """1 where a rank (row) holds an expert (column)."""
+    matrix = np.zeros((len(ranks), max(max(rank) for rank in ranks) + 1), dtype=np.int64)
+    for row, experts in zip(matrix, ranks, strict=True):
+        row[list(experts)] = 1
+    return matrix
 
 
 def plan_moves(old: Placement, new: Placement) -> list[Move]:

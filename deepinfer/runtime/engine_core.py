@@ -14,6 +14,8 @@ from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineC
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
+from deepinfer.parallel.config import Role
+from deepinfer.parallel.hand_over import Arrivals, Exports, RequestState, first_event, start_sequence
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
@@ -70,6 +72,7 @@ class EngineCore:
         self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device), config.spec_verification)
         is_speculative = self.limits.num_speculative_tokens > 0
         self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic, is_speculative)
+        self.arrivals, self.exports = Arrivals(), Exports(self.worker)
         self.steps = self.generated_tokens = 0
         self._next_seq_id = 0
         self._wake = asyncio.Event()
@@ -81,6 +84,8 @@ class EngineCore:
     def _reset(self) -> None:
         drafts = self.limits.num_speculative_tokens
         self.scheduler = Scheduler(self.limits, DraftBudget(drafts) if drafts and self.config.adaptive_verification else None)
+        if self.config.parallel.role == Role.PREFILL:
+            self.scheduler.on_finish = self.exports.keep_cache
         self.loop = self._open_loop()
 
     def _open_loop(self) -> StepLoop:
@@ -89,11 +94,14 @@ class EngineCore:
     def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
+        if self.config.parallel.role == Role.PREFILL:
+            self.exports.keep_states(events)
         self.outputs.process(events)
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
         while not self._is_closing:
+            self.arrivals.admit(self.scheduler, self.worker)
             if not self.loop.has_work:
                 self._idle.set()
                 self._room.set()
@@ -133,6 +141,8 @@ class EngineCore:
         for live in lives:
             del self.outputs.live[live.request.request_id]
         counters = self.scheduler.counters
+        # Those that wait with their cache are computed anew, like the others.
+        self.arrivals.clear()
         self._reset()
         self.scheduler.counters = counters
         for live in self.outputs.live.values():
@@ -163,6 +173,19 @@ class EngineCore:
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
 
+    async def resume(
+        self, state: RequestState, on_output: Callable[[RequestOutput], None], on_error: Callable[[DeepInferError], None]
+    ) -> None:
+        """Go on with a request that another engine has prefilled. Raises CapacityError if it can never fit."""
+        self.limits.check_fits(state.request, f"request {state.request.request_id}")
+        self._next_seq_id += 1
+        sequence = start_sequence(state, self._next_seq_id)
+        self.outputs.open(state.request, [sequence], on_output, on_error)
+        if state.cache is not None:
+            self.arrivals.add(sequence, state.cache)
+        self.outputs.process([first_event(state, sequence)])
+        self._wake.set()
+
     @property
     def _is_full(self) -> bool:
         return len(self.scheduler.waiting) >= self.config.max_queued_requests
@@ -172,12 +195,14 @@ class EngineCore:
         live = self.outputs.live.get(request_id)
         if live is not None:
             for sequence in live.sequences:
+                if self.arrivals.drop(sequence):
+                    self.scheduler.waiting.append(sequence)
                 self.scheduler.abort(sequence)
             self.outputs.publish(live)
 
     async def flush(self) -> None:
         """Wait until nothing is queued, running or in flight."""
-        while self.loop.has_work and not self._is_closing:
+        while (self.loop.has_work or self.arrivals) and not self._is_closing:
             self._idle.clear()
             self._wake.set()
             await self._idle.wait()

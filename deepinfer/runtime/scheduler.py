@@ -5,7 +5,7 @@ difference is whether the result of step N has been applied when step N + 1 is p
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from deepinfer.errors import CapacityError
@@ -113,6 +113,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.counters = SchedulerCounters()
+        # Told of a sequence that ends by itself while it still owns its memory.
+        self.on_finish: Callable[[Sequence], None] | None = None
         self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
         # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
         self._last_row_of: dict[int, tuple[int, int]] = {}
@@ -125,6 +127,18 @@ class Scheduler:
         """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
         self.waiting.append(sequence)
+
+    def adopt(self, sequence: Sequence, confirmed: int) -> bool:
+        """Start a sequence whose first `confirmed` tokens come with their cache rows, if there is memory; whether there was.
+
+        On success the caller fills the memory before the next step is launched. It must not be in the queue.
+        """
+        if not self.slots.num_free or not self._reserve(sequence, confirmed):
+            return False
+        (sequence.slot,) = self.slots.take(1)
+        sequence.status, sequence.confirmed = Status.RUNNING, confirmed
+        self.running.append(sequence)
+        return True
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
@@ -365,6 +379,8 @@ class Scheduler:
             sequence.token_ids.append(token)
             _set_finish_reason(sequence, token)
             if sequence.finish_reason is not None:
+                if self.on_finish is not None:
+                    self.on_finish(sequence)
                 self.running.remove(sequence)
                 self._retire(sequence, Status.FINISHED)
                 return count

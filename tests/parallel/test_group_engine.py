@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -138,7 +139,8 @@ def test_a_lost_rank_is_named_with_its_step(how: str) -> None:
     assert kind == ("PeerLost ()" if how == "stuck" else "PeerLost (1,)")
     assert message.startswith("rank 0 at step 6")
     assert "rank 1: " + ("alive" if how == "stuck" else "no sign of life") in message
-    assert message.count("step 6") == 2
+    # A killed rank's last sign of life may be of the step before.
+    assert re.search(rf"rank 1: .* step {'[456]' if how == 'killed' else '6'} ", message)
     assert took_s < 4 * LOST_AFTER_S
     if how == "raising":
         assert seen[1][:2] == ("StepError ()", "rank 1 at step 6 (prefill_any) failed: RuntimeError: a fault of this rank")
