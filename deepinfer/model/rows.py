@@ -6,10 +6,11 @@ consecutive and their positions ascend by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from deepinfer.dims import Int, Tensor
+from deepinfer.dims import Float, Int, Tensor
 from deepinfer.errors import ShapeError
 
 TRASH_SLOT = 0  # ring slot and cache block that padding rows write to; nothing reads them
@@ -28,6 +29,7 @@ class Rows:
         slots: ring slot of each sequence.
         block_tables: cache blocks of each sequence, in position order; unused places hold the trash block.
         block_size: tokens in a cache block.
+        context: if other ranks run other rows of the same sequence in the same forward.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -38,6 +40,7 @@ class Rows:
     slots: Int[Tensor, " B"]
     block_tables: Int[Tensor, "B blocks"]
     block_size: int
+    context: "ContextExchange | None" = None
 
     @property
     def max_tokens(self) -> int:
@@ -48,6 +51,18 @@ class Rows:
     def row_slots(self) -> Int[Tensor, " T"]:
         """Ring slot of each row."""
         return self.slots[self.seq_ids]
+
+
+class ContextExchange(Protocol):
+    """Brings what rows need of the same sequence's rows on other ranks, layer by layer."""
+
+    def fill_halo(self, kv: Float[Tensor, "T Dh"], ring: Float[Tensor, "slots R Dh"]) -> None:
+        """Before attention: write the window rows in front of each row group into its ring."""
+        ...
+
+    def write_entries(self, pool: Any, rows: Rows, entries: Float[Tensor, "T Dh"], index_keys: Float[Tensor, "T Di"]) -> None:
+        """Instead of `pool.write(rows, ..)`: store the entries of all ranks' rows."""
+        ...
 
 
 def pack_rows(

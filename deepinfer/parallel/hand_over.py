@@ -19,6 +19,7 @@ from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.runtime.worker import Worker
+from deepinfer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,7 +61,7 @@ class RequestState:
     token_id: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     cache: CacheState | None
     model: str
 
@@ -82,12 +83,18 @@ def state_for(request: Request, state: RequestState) -> RequestState:
     return replace(state, request=request, finish_reason=None)
 
 
-def start_sequence(state: RequestState, seq_id: int) -> Sequence:
+def start_sequence(state: RequestState, seq_id: int, tokenizer: Tokenizer) -> Sequence:
     """The running state of a request after its first token, without memory yet."""
-    sequence = Sequence(state.request, 0, seq_id, [*state.request.prompt_token_ids, state.token_id])
+    sequence = Sequence.open(state.request, 0, seq_id, tokenizer)
+    sequence.token_ids.append(state.token_id)
     if state.cache is None:
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = state.finish_reason, state.stop_reason
+    if sequence.stop_strings is not None:
+        by_string = isinstance(state.stop_reason, str)
+        # The text of a stop token counts only where it is shown.
+        if by_string or state.finish_reason != "stop" or state.request.params.include_stop_str_in_output:
+            sequence.stop_strings.push(state.token_id, may_stop=by_string)
     return sequence
 
 

@@ -16,6 +16,7 @@ from deepinfer.parallel.agreement import StepAgreement
 from deepinfer.parallel.config import ParallelConfig
 from deepinfer.parallel.group_loop import GroupLoop
 from deepinfer.parallel.voting import Motion
+from deepinfer.runtime.constraints import SamplerInputs
 from deepinfer.runtime.device import COPY, Event, InlineDevice
 from deepinfer.runtime.plan import SchedulerOutputs, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.request import Request
@@ -88,7 +89,7 @@ class FakeWorker:
     """Draws the tokens that each request is known to get, and records the kinds of steps it ran."""
 
     def __init__(self, ends_at: dict[str, int | None]) -> None:
-        self.device, self.ends_at = InlineDevice(), ends_at
+        self.device, self.ends_at, self.num_drafts = InlineDevice(), ends_at, 0
         self.kinds: list[StepKind] = []
 
     def submit_forward(self, plan: SchedulerOutputs, previous: _State | None) -> _State:
@@ -96,7 +97,7 @@ class FakeWorker:
         self.kinds.append(plan.kind)
         return _State(plan, _Box(self.device.record(COPY)))
 
-    def submit_sampler(self, state: _State) -> None:
+    def submit_sampler(self, state: _State, inputs: SamplerInputs) -> None:
         """Nothing to launch."""
 
     def result(self, state: _State) -> StepResult:

@@ -179,7 +179,7 @@ class EngineCore:
         """Go on with a request that another engine has prefilled. Raises CapacityError if it can never fit."""
         self.limits.check_fits(state.request, f"request {state.request.request_id}")
         self._next_seq_id += 1
-        sequence = start_sequence(state, self._next_seq_id)
+        sequence = start_sequence(state, self._next_seq_id, self.outputs.tokenizer)
         self.outputs.open(state.request, [sequence], on_output, on_error)
         if state.cache is not None:
             self.arrivals.add(sequence, state.cache)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-JOIN_S = 120
+JOIN_S = 270
 
 
 def free_port() -> int:

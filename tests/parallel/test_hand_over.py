@@ -41,8 +41,8 @@ def engine(role: str = "normal", of: Transformer | None = None, **settings: Any)
 
 
 def plain(outputs: list[RequestOutput]) -> list[Any]:
-    """What must be equal: everything but times and the request's name."""
-    return [(o.prompt_token_ids, o.outputs, o.finished) for o in outputs]
+    """What must be equal: everything but times, the request's name, and how drafts fared."""
+    return [(o.prompt_token_ids, [replace(c, accepted_per_step=None) for c in o.outputs], o.finished) for o in outputs]
 
 
 @cache
@@ -116,6 +116,19 @@ def test_requests_that_end_with_their_first_token_are_over() -> None:
         outputs = right.resume(handed, use_tqdm=False)
         assert plain(outputs) == whole
         assert [o.outputs[0].finish_reason for o in outputs] == ["length", "stop"]
+
+
+def test_stop_strings_go_on_where_they_were() -> None:
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, seed=5)
+    with engine() as one, engine("prefill") as left, engine("decode") as right:
+        text = one.generate([PROMPTS[8]], params, use_tqdm=False)[0].outputs[0].text
+        assert len(text) > 8
+        for stop in (text[:1], text[:3], text[4:6]):
+            for include in (False, True):
+                wanted = replace(params, stop=[stop], include_stop_str_in_output=include)
+                whole = one.generate([PROMPTS[8]], wanted, use_tqdm=False)
+                assert whole[0].outputs[0].stop_reason == stop
+                assert plain(right.resume(left.prefill([PROMPTS[8]], wanted, use_tqdm=False), use_tqdm=False)) == plain(whole)
 
 
 def test_a_prefill_engine_gives_its_memory_back_and_needs_room_for_the_prompt_only() -> None:
