@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from deepinfer.model.transformer import Transformer
     from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from deepinfer.parallel.config import ParallelConfig
+    from deepinfer.parallel.hand_over import RequestState
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
     from deepinfer.tokenizer import Tokenizer
@@ -65,6 +66,7 @@ _HOMES = {
     "deepinfer.model.transformer": ("Transformer",),
     "deepinfer.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "deepinfer.parallel.config": ("ParallelConfig",),
+    "deepinfer.parallel.hand_over": ("RequestState",),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
     "deepinfer.tokenizer": ("Tokenizer",),
@@ -93,6 +95,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestState",
     "SamplingParams",
     "ShapeError",
     "StepError",

@@ -31,7 +31,7 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.parallel.config import Role
 from deepinfer.parallel.expert_balance import ExpertBalance
-from deepinfer.parallel.group_engine import GroupEngineCore, Submission, load_share, local_device
+from deepinfer.parallel.group_engine import GroupEngineCore, Submission, load_share, local_device, open_core
 from deepinfer.parallel.hand_over import RequestState, check_fits, first_token_only
 from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
@@ -59,12 +59,7 @@ class LLMEngine:
         self.tokenizer, self.config = tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
-        device = open_device(model.device)
-        core = (
-            EngineCore(model, tokenizer, self.config, device)
-            if balance is None
-            else GroupEngineCore(model, tokenizer, self.config, device, balance)
-        )
+        core = open_core(model, tokenizer, self.config, open_device(model.device), balance)
         self._thread = _EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)

@@ -19,6 +19,7 @@ from deepinfer.errors import AgreementError, ConfigError, DeepInferError, StepEr
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.parallel.agreement import StepAgreement
+from deepinfer.parallel.config import ParallelConfig
 from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_loop import GroupLoop
 from deepinfer.parallel.placement import place_evenly
@@ -122,6 +123,26 @@ class GroupEngineCore(EngineCore):
         for rank, (_, of_rank) in enumerate(gathered):
             merged[rank :: self.ranks.size] = of_rank
         return [output for output in merged if output is not None]
+
+
+def open_core(
+    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device, balance: ExpertBalance | None
+) -> EngineCore:
+    """The core of an engine, alone or in a group. Raises ConfigError for a group that nobody has joined."""
+    check_supported(config.parallel)
+    if balance is not None:
+        return GroupEngineCore(model, tokenizer, config, device, balance)
+    if config.parallel.ep_size > 1:
+        raise ConfigError(f"ParallelConfig.ep_size = {config.parallel.ep_size}: open the engine with LLMEngine.from_pretrained")
+    return EngineCore(model, tokenizer, config, device)
+
+
+def check_supported(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for what only exists at the module level."""
+    if parallel.cp_size > 1:
+        raise ConfigError(
+            f"ParallelConfig.cp_size = {parallel.cp_size}: an engine takes 1; see deepinfer.parallel.context_parallel"
+        )
 
 
 def local_device(name: str | None, default: torch.device) -> torch.device:

@@ -46,7 +46,7 @@ class Decision(NamedTuple):
     """The outcome of the first vote.
 
     Attributes:
-        num_groups: row groups that every rank's decode step is padded to, where shapes are fixed.
+        num_groups: most sequences that any rank could decode: the bucket of a step whose shape all ranks must share.
     """
 
     motion: Motion

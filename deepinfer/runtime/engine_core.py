@@ -101,8 +101,7 @@ class EngineCore:
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
         while not self._is_closing:
-            self.arrivals.admit(self.scheduler, self.worker)
-            if not self.loop.has_work:
+            if not self.loop.has_work and not self.arrivals:
                 self._idle.set()
                 self._room.set()
                 self._wake.clear()
@@ -110,6 +109,7 @@ class EngineCore:
                 continue
             self._idle.clear()
             try:
+                self.arrivals.admit(self.scheduler, self.worker)
                 await self.loop.step()
             except Exception as error:
                 self._step_failed(error)

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from deepinfer import AgreementError, ConfigError, LLMEngine, ParallelConfig, PeerLost, Rejected, SamplingParams
+from deepinfer import (
+    AgreementError,
+    ConfigError,
+    EngineConfig,
+    LLMEngine,
+    ParallelConfig,
+    PeerLost,
+    Rejected,
+    SamplingParams,
+    Tokenizer,
+    load_model,
+)
 from deepinfer.errors import DeepInferError
 from deepinfer.parallel.group_engine import GroupEngineCore
 from tests.parallel.spawn import run_ranks
@@ -140,8 +151,8 @@ def test_a_lost_rank_is_named_with_its_step(how: str) -> None:
     assert kind == ("PeerLost ()" if how == "stuck" else "PeerLost (1,)")
     assert message.startswith("rank 0 at step 6")
     assert "rank 1: " + ("alive" if how == "stuck" else "no sign of life") in message
-    # A killed rank's last sign of life may be of the step before.
-    assert re.search(rf"rank 1: .* step {'[456]' if how == 'killed' else '6'} ", message)
+    # A killed rank's last sign of life may be of an earlier step.
+    assert re.search(rf"rank 1: .* step {'[0-6]' if how == 'killed' else '6'} ", message)
     assert took_s < 4 * LOST_AFTER_S
     if how == "raising":
         assert seen[1][:2] == ("StepError ()", "rank 1 at step 6 (prefill_any) failed: RuntimeError: a fault of this rank")
@@ -163,6 +174,13 @@ def test_a_group_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_engine(2, **settings)
+
+
+def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
+    model = load_model(MODEL, "float32", "cpu")
+    for parallel, message in ((ParallelConfig(ep_size=2), "from_pretrained"), (ParallelConfig(cp_size=2), "an engine takes 1")):
+        with pytest.raises(ConfigError, match=message):
+            LLMEngine(model, Tokenizer.from_folder(MODEL), EngineConfig(parallel=parallel))
 
 
 def test_streaming_on_several_ranks_is_refused(found: list[dict[str, Any]]) -> None:
