@@ -37,7 +37,7 @@ MODULES = (  # noqa: SIM905 - one a line would fill a screen
     "sched selectors shelve shutil smtplib socket ssl statistics string subprocess tarfile tempfile textwrap threading "
     "tokenize traceback types typing urllib.request uuid weakref xml.dom.minidom xmlrpc.client zipfile"
 ).split()
-MODULE_TOKENS = 512  # read of each module: traffic is a mixture of many requests
+MODULE_TOKENS = 1024  # read of each module: traffic is a mixture of many requests
 PUBLISHED_TOP_K = 6
 
 

@@ -18,7 +18,7 @@ from deepinfer.parallel.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 # A rearrangement must be expected to lower the mean imbalance of the layers by this much, or it is not worth its traffic.
-LEAST_IMPROVEMENT = 0.005
+LEAST_IMPROVEMENT = 0.01
 
 
 class Rearrangement(NamedTuple):

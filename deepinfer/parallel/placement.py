@@ -1,8 +1,9 @@
 """Where each expert's copies live: pure functions from loads to slots, with stable ties. No torch.
 
 Every rank holds the same number of expert slots; slots are numbered through the ranks. The published balancer (EPLB) works in the
-same steps: replicate the experts with the largest load for each copy, then pack copies onto ranks, largest first. Two more are
-ours: swaps that lower the fullest rank, and a renaming of ranks and slots that leaves as many experts as possible where they are.
+same steps: replicate the experts with the largest load for each copy, then pack copies onto ranks, largest first. Three
+more are ours: swaps that lower the fullest rank; an old placement is kept where swaps alone make it good; and else ranks and slots
+are renamed so that as many experts as possible stay where they are.
 The model has no expert groups, so there is no packing of groups onto nodes.
 
 Ties go to the lower id everywhere, so equal loads give equal placements on every rank and with every library version.
@@ -21,6 +22,8 @@ from deepinfer.errors import ConfigError
 
 # A swap must gain this share of the mean, or rounding could make it swap for ever.
 LEAST_GAIN = 1e-9
+# Worth of not moving an expert: how much worse than a new placement an old one with a few swaps may be.
+TOLERATED_IMBALANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,26 @@ def place_evenly(n_layers: int, n_experts: int, num_slots: int, num_ranks: int) 
 
 
 def place_experts(loads: Sequence[Sequence[float]], num_slots: int, old: Placement) -> Placement:
-    """A placement for the loads of each expert, `[layers][experts]`, close to the old one."""
-    layers = []
+    """A placement for the loads of each expert, `[layers][experts]`, close to the old one.
+
+    A layer that a few swaps balance almost as well as a new placement keeps its replicas and gets the swaps.
+    """
+    layers, num_ranks = [], old.num_ranks
     for layer, of_layer in enumerate(loads):
-        new = place_layer(of_layer, num_slots, old.num_ranks)
-        layers.append(keep_in_place(old.layers[layer], new, old.num_ranks))
-    return Placement(tuple(layers), old.num_ranks)
+        new = place_layer(of_layer, num_slots, num_ranks)
+        good_enough = imbalance(of_layer, new, num_ranks) + TOLERATED_IMBALANCE
+        swapped = swap_layer(of_layer, old.layers[layer], num_ranks, good_enough)
+        is_good = imbalance(of_layer, swapped, num_ranks) <= good_enough
+        layers.append(swapped if is_good else keep_in_place(old.layers[layer], new, num_ranks))
+    return Placement(tuple(layers), num_ranks)
+
+
+def swap_layer(loads: Sequence[float], layer: Sequence[int], num_ranks: int, good_enough: float) -> tuple[int, ...]:
+    """The same replicas, improved by swaps alone until the imbalance is `good_enough`; all other slots stay as they are."""
+    copies = np.bincount(np.asarray(layer), minlength=len(loads)).tolist()
+    ranks = np.asarray(layer).reshape(num_ranks, -1).tolist()
+    swap_down(loads, copies, ranks, good_enough)
+    return tuple(expert for rank in ranks for expert in rank)
 
 
 def place_layer(loads: Sequence[float], num_slots: int, num_ranks: int) -> tuple[int, ...]:
@@ -130,15 +147,21 @@ def pack_ranks(loads: Sequence[float], copies: Sequence[int], slots_per_rank: in
     return ranks
 
 
-def swap_down(loads: Sequence[float], copies: Sequence[int], ranks: list[list[int]]) -> None:
-    """Swap single copies between the fullest rank and another one while that lowers the fullest of the two. Mutates `ranks`."""
+def swap_down(loads: Sequence[float], copies: Sequence[int], ranks: list[list[int]], good_enough: float = 1.0) -> None:
+    """Swap single copies between the fullest rank and another one while that lowers the fullest of the two. Mutates `ranks`.
+
+    Stops at an imbalance of `good_enough`.
+    """
     experts = np.array(ranks)
     share = np.asarray(loads, dtype=np.float64) / np.asarray(copies)
     held = share[experts]
-    least = LEAST_GAIN * max(float(held.sum()) / len(ranks), np.finfo(np.float64).tiny)
+    mean = float(held.sum()) / len(ranks)
+    least = LEAST_GAIN * max(mean, np.finfo(np.float64).tiny)
     for _ in range(experts.size):
         filled = held.sum(axis=1)
         full = int(filled.argmax())
+        if filled[full] <= good_enough * mean:
+            break
         # Axes: slot of the full rank, other rank, slot of the other rank.
         moved = held[full][:, None, None] - held[None]
         after = np.maximum(filled[full] - moved, filled[None, :, None] + moved)

@@ -93,7 +93,9 @@ class FakeWorker:
         self.kinds: list[StepKind] = []
 
     def submit_forward(self, plan: SchedulerOutputs, previous: _State | None) -> _State:
-        """Note the step."""
+        """Note the step. Raises AgreementError for a decode step that feeds prompts: its shape is agreed on without them."""
+        if plan.kind is StepKind.DECODE and any(seq.is_chunk for seq in plan.sequences):
+            raise AgreementError(f"step {plan.step_seq} is a decode step and feeds a prompt")
         self.kinds.append(plan.kind)
         return _State(plan, _Box(self.device.record(COPY)))
 

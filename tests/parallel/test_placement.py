@@ -1,5 +1,6 @@
 """Placement: what holds for any loads, what exact cases give, and how close to the best it comes."""
 
+import random
 from itertools import combinations, product
 
 import hypothesis.strategies as st
@@ -125,6 +126,22 @@ def test_experts_stay_where_they_are_when_only_ranks_are_renamed() -> None:
     old = (0, 1, 2, 3, 4, 5)
     assert keep_in_place(old, (5, 4, 1, 0, 3, 2), 3) == old
     assert keep_in_place(old, (5, 0, 1, 4, 3, 2), 3)[2:4] == (2, 3)
+
+
+def test_a_small_drift_moves_few_experts_and_a_large_one_all_that_it_takes() -> None:
+    rng = random.Random(0)
+    loads = [1000.0 + 10 * i for i in range(48)]
+    rng.shuffle(loads)
+    settled = place_experts([loads], 56, place_evenly(1, 48, 56, 8))
+    drifted = [load * rng.uniform(0.9, 1.1) for load in loads]
+    near = place_experts([drifted], 56, settled)
+    assert imbalance(drifted, near.layers[0], 8) < imbalance(drifted, settled.layers[0], 8)
+    assert imbalance(drifted, near.layers[0], 8) < 1.02
+    assert 0 < len(plan_moves(settled, near)) <= 12
+    turned = [load * (30 if i == 5 else 1) for i, load in enumerate(loads)]
+    far = place_experts([turned], 56, settled)
+    assert imbalance(turned, far.layers[0], 8) < 1.02
+    assert far.layers[0].count(5) > settled.layers[0].count(5)
 
 
 def test_the_digest_tells_placements_apart() -> None:
