@@ -23,7 +23,7 @@ from deepinfer.errors import ConfigError
 # A swap must gain this share of the mean, or rounding could make it swap for ever.
 LEAST_GAIN = 1e-9
 # Worth of not moving an expert: how much worse than a new placement an old one with a few swaps may be.
-TOLERATED_IMBALANCE = 0.01
+TOLERATED_IMBALANCE = 0.002
 
 
 @dataclass(frozen=True)

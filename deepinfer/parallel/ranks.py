@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -38,19 +39,14 @@ class _Sign:
 
 
 class Ranks:
-    """This process among its peers.
-
-    Attributes:
-        doing: what this rank is at, for the message of a peer that waits in vain. Written by the step loop.
-    """
+    """This process among its peers."""
 
     def __init__(self, device_group: Group, cpu_group: Group, results_group: Group, store: dist.Store, timeout_s: float) -> None:
         self.device_group, self.cpu_group, self.results_group = device_group, cpu_group, results_group
         self.rank, self.size, self.timeout_s = dist.get_rank(cpu_group), dist.get_world_size(cpu_group), timeout_s
-        self.doing = "starting"
-        self._store = store
+        self._store, self._doing = store, "its start"
         self._beat_s = min(LONGEST_BEAT_S, timeout_s / BEATS_IN_TIMEOUT)
-        self._is_closed = threading.Event()
+        self._is_closed, self._has_news = threading.Event(), threading.Event()
         self._heart = threading.Thread(target=self._show_life, name="deepinfer-heartbeat", daemon=True)
         self._heart.start()
 
@@ -79,6 +75,7 @@ class Ranks:
     def close(self) -> None:
         """Stop showing life. The process groups belong to the process."""
         self._is_closed.set()
+        self._has_news.set()
         self._heart.join()
 
     # ---- control traffic ----------------------------------------------------------------------------------------------
@@ -179,16 +176,30 @@ class Ranks:
             return _Sign(-1, "an unknown step (the store is gone, and with it the process that holds it)")
         return _Sign(int(beat), doing)
 
+    @property
+    def doing(self) -> str:
+        """What this rank is at, for the message of a peer that waits in vain."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        self._has_news.set()
+
     def _show_life(self) -> None:
+        """Publish `doing` whenever it has changed, and again after a while; the last time after the end."""
         beat, is_closed = 0, False
         while not is_closed:
-            # The last sign is given after the end.
-            is_closed = self._is_closed.wait(self._beat_s if beat else 0)
             beat += 1
             try:
-                self._store.set(f"life/{self.rank}", f"{beat} {self.doing}")
+                self._store.set(f"life/{self.rank}", f"{beat} {self._doing}")
             except RuntimeError:
                 return  # the process that holds the store is gone; whoever waits will say so
+            self._has_news.wait(self._beat_s)
+            self._has_news.clear()
+            is_closed = self._is_closed.is_set()
+        with suppress(RuntimeError):
+            self._store.set(f"life/{self.rank}", f"{beat + 1} {self._doing}")
 
 
 def backend_for(device: torch.device) -> str:

@@ -142,6 +142,8 @@ def test_a_small_drift_moves_few_experts_and_a_large_one_all_that_it_takes() -> 
     far = place_experts([turned], 56, settled)
     assert imbalance(turned, far.layers[0], 8) < 1.02
     assert far.layers[0].count(5) > settled.layers[0].count(5)
+    renamed_nothing = Placement((place_layer(turned, 56, 8),), 8)
+    assert len(plan_moves(settled, far)) < 0.8 * len(plan_moves(settled, renamed_nothing))
 
 
 def test_the_digest_tells_placements_apart() -> None:
