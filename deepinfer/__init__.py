@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.chat.recipe import Recipe
+    from deepinfer.chat.response_parser import ResponseParser
+    from deepinfer.chat.token_adder import TokenAdder
     from deepinfer.checkpoint.load import load_model
     from deepinfer.config import ModelConfig
     from deepinfer.engine import LLMEngine
@@ -20,9 +23,13 @@ if TYPE_CHECKING:
         CorruptFile,
         DeepInferError,
         EngineClosed,
+        GrammarError,
         MissingExtra,
+        NothingToDraw,
         PeerLost,
         PromptTooLong,
+        RecipeError,
+        RecordingError,
         Rejected,
         RequestError,
         ShapeError,
@@ -32,14 +39,18 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from deepinfer.model.transformer import Transformer
-    from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from deepinfer.outputs import ChatMessage, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ToolCall
     from deepinfer.parallel.config import ParallelConfig
     from deepinfer.parallel.hand_over import RequestState
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
+    from deepinfer.structured_outputs import StructuredOutputs
     from deepinfer.tokenizer import Tokenizer
 
 _HOMES = {
+    "deepinfer.chat.recipe": ("Recipe",),
+    "deepinfer.chat.response_parser": ("ResponseParser",),
+    "deepinfer.chat.token_adder": ("TokenAdder",),
     "deepinfer.checkpoint.load": ("load_model",),
     "deepinfer.config": ("ModelConfig",),
     "deepinfer.engine": ("LLMEngine",),
@@ -52,9 +63,14 @@ _HOMES = {
         "CorruptFile",
         "DeepInferError",
         "EngineClosed",
+        "GrammarError",
         "MissingExtra",
+        "NothingToDraw",
         "PeerLost",
+        "PrefixFileError",
         "PromptTooLong",
+        "RecipeError",
+        "RecordingError",
         "Rejected",
         "RequestError",
         "ShapeError",
@@ -64,11 +80,12 @@ _HOMES = {
         "UnsupportedModel",
     ),
     "deepinfer.model.transformer": ("Transformer",),
-    "deepinfer.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "deepinfer.outputs": ("ChatMessage", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ToolCall"),
     "deepinfer.parallel.config": ("ParallelConfig",),
     "deepinfer.parallel.hand_over": ("RequestState",),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
+    "deepinfer.structured_outputs": ("StructuredOutputs",),
     "deepinfer.tokenizer": ("Tokenizer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -76,6 +93,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "AgreementError",
     "CapacityError",
+    "ChatMessage",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -84,24 +102,34 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "GrammarError",
     "LLMEngine",
     "Logprob",
     "MissingExtra",
     "ModelConfig",
+    "NothingToDraw",
     "ParallelConfig",
     "PeerLost",
+    "PrefixFileError",
     "PromptTooLong",
+    "Recipe",
+    "RecipeError",
+    "RecordingError",
     "Rejected",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestState",
+    "ResponseParser",
     "SamplingParams",
     "ShapeError",
     "StepError",
+    "StructuredOutputs",
     "TensorMismatch",
+    "TokenAdder",
     "Tokenizer",
     "TokenizerError",
+    "ToolCall",
     "Transformer",
     "UnsupportedModel",
     "load_model",

@@ -25,6 +25,11 @@ class Detokenizer:
         # Both this and the library's decoder replace each maximal invalid run by one U+FFFD, as Unicode recommends.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    @property
+    def is_within_character(self) -> bool:
+        """Whether bytes are held back that the next token may complete."""
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token_id: int) -> str:
         """The text that became complete with this token, often "" while a character is unfinished.
 

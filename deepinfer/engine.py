@@ -22,11 +22,13 @@ from typing import Any, Self, TypeVar
 import torch
 from tqdm.auto import tqdm
 
+from deepinfer.backends import choose_backend
+from deepinfer.chat.chat_mixin import ChatMixin
 from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
-from deepinfer.model.numerics import reference_ops
+from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.parallel.config import Role
@@ -38,7 +40,10 @@ from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
 from deepinfer.runtime.request import Request
 from deepinfer.sampling_checks import check_sampling, check_something_can_be_drawn, tokenize_bad_words
-from deepinfer.sampling_params import SamplingParams
+from deepinfer.sampling_params import SamplingParams, shown
+from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.grammar import Grammar
+from deepinfer.structured_outputs import StructuredOutputs
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,23 +51,31 @@ T = TypeVar("T")
 SubmitAll = Callable[[EngineCore, list[Request], "list[_Sink]"], Coroutine[Any, Any, None]]
 
 
-class LLMEngine:
+class LLMEngine(ChatMixin):
     """A model with everything needed to generate from it. Use as a context manager, or `close()` it.
 
     On several ranks (`EngineConfig.parallel`) every process makes the same calls with the same prompts.
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None, balance: ExpertBalance | None = None
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        name: str = "model",
+        balance: ExpertBalance | None = None,
     ) -> None:
         tokenizer.check_against(model.config)
-        self.tokenizer, self.config = tokenizer, config or EngineConfig()
+        self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
+        self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
         core = open_core(model, tokenizer, self.config, open_device(model.device), balance)
         self._thread = _EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
+        weakref.finalize(self, self._grammars.close)
 
     @classmethod
     def from_pretrained(cls, path_or_preset: Path | str, **config: Any) -> Self:
@@ -77,15 +90,24 @@ class LLMEngine:
         engine_config = EngineConfig(**config)
         folder = locate_checkpoint(path_or_preset)
         device = _torch_device(engine_config.device)
-        on_cpu = device.type == "cpu"
-        if engine_config.batch_invariant and not on_cpu:
-            raise ConfigError(f"batch_invariant = True: proven on the CPU only, the device is {device}")
+        name = folder.resolve().name
         if engine_config.parallel.ep_size > 1:
             model, balance = load_share(folder, engine_config, local_device(engine_config.device, device))
-            return cls(model, Tokenizer.from_folder(folder), engine_config, balance)
-        ops = reference_ops(batch_invariant=engine_config.batch_invariant, static_shapes=not on_cpu)
-        model = load_model(folder, engine_config.precision, device, ops=ops)
-        return cls(model, Tokenizer.from_folder(folder), engine_config)
+            return cls(model, Tokenizer.from_folder(folder), engine_config, name=name, balance=balance)
+        backend = choose_backend(engine_config, device)
+        model = load_model(folder, engine_config.precision, device, ops=backend.ops)
+        if backend.compiles:
+            compile_model(model)
+        return cls(model, Tokenizer.from_folder(folder), engine_config, name=name)
+
+    def __repr__(self) -> str:
+        if self._thread.is_closed:
+            return f"LLMEngine({self.name!r}, closed)"
+        model, limits = self.model, self._thread.core.limits
+        return (
+            f"LLMEngine({self.name!r}, {model.numerics.precision.name}, on {model.device}, "
+            f"up to {limits.max_num_seqs} sequences of {limits.max_model_len} tokens)"
+        )
 
     @property
     def model(self) -> Transformer:
@@ -109,6 +131,8 @@ class LLMEngine:
 
         Ctrl-C ends what is running: the outputs come back with what was produced, unfinished ones with
         `finish_reason` "abort".
+
+        Grammars of structured output are compiled before the first prompt starts; what other callers ask for goes on meanwhile.
 
         Raises: RequestError or CapacityError naming the first prompt that cannot be served, before any has started.
         """
@@ -139,12 +163,14 @@ class LLMEngine:
         The states, in the order of the prompts, go on in the `resume` of another engine, in this process or another one (they can
         be pickled). Of several ranks, rank 0 returns them all.
 
-        Raises: as `generate`; Rejected for `n` other than 1.
+        Raises: as `generate`; Rejected for `n` other than 1, structured outputs, and whatever returns something of prompt tokens.
         """
         self._check_role("prefill", Role.PREFILL)
         requests = self._prompt_requests(prompts, sampling_params)
         if any(request.params.n != 1 for request in requests):
             raise Rejected("prefill takes n = 1: give a prompt several times, with seeds of its own")
+        if any(request.grammar is not None or request.params.needs_every_row for request in requests):
+            raise Rejected("prefill hands over no structured outputs, prompt log probabilities or features")
         own = self._share(requests)
         self._run([first_token_only(request) for request in own], _submit_all, use_tqdm)
         states = self._thread.ask(lambda core: _take_states(core, own)).result()
@@ -214,6 +240,7 @@ class LLMEngine:
         if isinstance(self._thread.core, GroupEngineCore):
             raise Rejected("stream and agenerate serve one process; on several ranks all of them call generate")
         self._check_role("stream", Role.NORMAL)
+        await self._wait_for_grammar(sampling_params)
         (request,) = self._requests([prompt], sampling_params)
         sink = _Sink(asyncio.get_running_loop())
         try:
@@ -247,7 +274,17 @@ class LLMEngine:
             raise Rejected(f"sampling_params: expected SamplingParams or a list of them, got {type(sampling_params).__name__}")
         if len(params) != len(prompts):
             raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
-        return [self._request(core, index, prompt, p) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+        for p in params:
+            if isinstance(p, SamplingParams) and p.form is not None:
+                self._compile(p.form)  # all of them at once, in the background
+        requests = []
+        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(core, index, prompt, p))
+            except DeepInferError as error:
+                error.prompt_index = index
+                raise
+        return requests
 
     def _request(self, core: EngineCore, index: int, prompt: Prompt, params: Any) -> Request:
         if not isinstance(params, SamplingParams):
@@ -259,6 +296,8 @@ class LLMEngine:
         check_sampling(params, f"prompt {index}", config.vocab_size, self.config.max_logprobs)
         bad_words = tokenize_bad_words(params, self.tokenizer)
         room = longest - len(token_ids)
+        max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        grammar = self._grammar(index, params, max_new_tokens)
         count = self._next_count()
         eos = () if params.ignore_eos else (config.eos_token_id,)
         request = Request(
@@ -266,14 +305,15 @@ class LLMEngine:
             prompt=text,
             prompt_token_ids=tuple(token_ids),
             params=params,
-            max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_new_tokens=max_new_tokens,
             seed=_drawn_seed(self.config.seed, count) if params.seed is None else params.seed,
             eos_token_id=config.eos_token_id,
             stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival_s=time.monotonic(),
             bad_words=bad_words,
+            grammar=grammar,
         )
-        check_something_can_be_drawn(request, f"prompt {index}")
+        check_something_can_be_drawn(request, f"prompt {index}", config.vocab_size)
         is_prefill = self.config.parallel.role == Role.PREFILL
         core.limits.check_fits(first_token_only(request) if is_prefill else request, f"prompt {index}")
         return request
@@ -282,6 +322,44 @@ class LLMEngine:
         with self._count_lock:
             self._request_count += 1
             return self._request_count
+
+    async def _wait_for_grammar(self, params: Any) -> None:
+        """Let other coroutines run until a grammar has been compiled, well or not."""
+        if isinstance(params, SamplingParams) and params.form is not None:
+            # The compilation is shared: whoever is cancelled leaves it to the others.
+            compiled = asyncio.shield(asyncio.wrap_future(self._compile(params.form)))
+            await asyncio.wait([compiled])
+            if not compiled.cancelled():
+                compiled.exception()  # `_grammar` raises it, naming the prompt
+
+    def _compile(self, form: StructuredOutputs) -> "concurrent.futures.Future[Grammar]":
+        """Start compiling a form, or find it compiled. Raises MissingExtra, EngineClosed."""
+        try:
+            return self._grammars.compile(form)
+        except RuntimeError:  # its threads have gone
+            raise EngineClosed("the engine was closed") from None
+
+    def _grammar(self, index: int, params: SamplingParams, max_new_tokens: int) -> Grammar | None:
+        """The grammar of a prompt. Raises Rejected, naming the prompt, if it is malformed or no text fits the limit."""
+        form = params.form
+        if form is None:
+            return None
+        vocab_size = len(self.tokenizer)
+        if any(token >= vocab_size for token in form.reasoning_end):
+            raise Rejected(f"reasoning_end of prompt {index}: {shown(form.reasoning_end)}: the vocabulary is [0, {vocab_size})")
+        try:
+            grammar = self._compile(form).result()
+        except Rejected as error:
+            raise Rejected(f"prompt {index}: {error}") from None
+        except concurrent.futures.CancelledError:
+            raise EngineClosed("the engine was closed while a grammar was compiled") from None
+        needed = grammar.fewest_tokens + len(form.reasoning_end)
+        if needed > max_new_tokens:
+            raise Rejected(
+                f"structured_outputs of prompt {index}: the shortest text of this form takes at least {needed} tokens, "
+                f"max_tokens and the model's length leave {max_new_tokens}"
+            )
+        return grammar
 
     # ---- control ------------------------------------------------------------------------------------------------------
 
@@ -297,9 +375,25 @@ class LLMEngine:
 
         return self._thread.ask(stats).result()
 
+    def save_prefix_cache(self, path: Path | str) -> int:
+        """Write every stored prefix to a file that an engine with the same model and settings can load; returns its tokens.
+
+        Waits until nothing runs. Raises: ConfigError with `enable_prefix_caching` off, PrefixFileError.
+        """
+        return self._thread.ask(lambda core: core.save_prefixes(Path(path))).result()
+
+    def load_prefix_cache(self, path: Path | str) -> int:
+        """Take in the prefixes of a file, as far as memory is free; returns their tokens. Waits until nothing runs.
+
+        Raises: ConfigError with `enable_prefix_caching` off; PrefixFileError if the file is damaged or belongs to another model or
+            setting: the engine then goes on without it.
+        """
+        return self._thread.ask(lambda core: core.load_prefixes(Path(path))).result()
+
     def close(self) -> None:
         """Stop the loop and free the model; running requests end with `EngineClosed`. Safe to call twice."""
         self._thread.close()
+        self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -324,6 +418,10 @@ class _EngineThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop, core), name="deepinfer-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._core is None
 
     @property
     def core(self) -> EngineCore:
@@ -354,6 +452,7 @@ def _serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
     try:
         loop.run_until_complete(core.run())
     finally:
+        core.worker.device.close()
         loop.close()
 
 

@@ -1,14 +1,17 @@
 """How an engine runs a model: precision, device, and the sizes of its steps and caches."""
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import precision_named
+from deepinfer.outputs import ReplayMode
 from deepinfer.parallel.config import ParallelConfig
 from deepinfer.runtime.verify import VERIFICATIONS
 from deepinfer.sampling_params import SEED_LIMIT, shown
 
 LARGEST = 2**31 - 1
+KERNELS = ("auto", "plain", "inductor", "triton")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +36,16 @@ class EngineConfig:
             they do not pay; else every draft is verified. The choice follows the clock: under "rejection", or without
             `batch_invariant`, equal runs may then differ.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
+        compile: run the model's layers through `torch.compile`; "auto" does so on a CUDA device in `native` precision.
+        kernels: "triton" reads quantised weights with kernels of our own, "inductor" leaves them to the compiler, "plain" is the
+            definition; "auto" takes the fastest that the device has (see `deepinfer.backends`).
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
+        enable_prefix_caching: keep the entries of finished and preempted sequences for those that begin alike.
+        replay: "full" computes every token in every layer and takes nothing from the cache; "exact" saves work where the result
+            stays the same (to the bit with `batch_invariant`); "bounded" saves more and is an approximation; see
+            `deepinfer.runtime.replay`.
+        num_ring_snapshots: window rings kept beside those of running sequences, for "exact"; None: as many as `max_num_seqs`.
+        num_host_blocks: cache blocks in host memory that take in what the device gives away of stored prefixes.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
         parallel: ranks that share the work; one process by default.
@@ -52,7 +64,13 @@ class EngineConfig:
     spec_verification: str = "match"
     adaptive_verification: bool = True
     batch_invariant: bool = False
+    compile: bool | str = "auto"
+    kernels: str = "auto"
     cuda_graphs: bool | str = "auto"
+    enable_prefix_caching: bool = False
+    replay: ReplayMode = "full"
+    num_ring_snapshots: int | None = None
+    num_host_blocks: int = 0
     max_queued_requests: int = 100_000
     max_logprobs: int = 20
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -80,10 +98,16 @@ class EngineConfig:
         require("num_speculative_tokens", is_int("num_speculative_tokens", 0), "expected an integer of at least 0")
         valid = isinstance(self.async_scheduling, int) and self.async_scheduling in (0, 1)
         require("async_scheduling", valid, "expected 0 (plain loop) or 1 (one step ahead)")
-        valid = isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto"
-        require("cuda_graphs", valid, 'expected True, False or "auto"')
+        for name in ("compile", "cuda_graphs"):
+            value = getattr(self, name)
+            require(name, isinstance(value, bool) or value == "auto", 'expected True, False or "auto"')
+        require("kernels", self.kernels in KERNELS, f"expected one of {', '.join(KERNELS)}")
         require("spec_verification", self.spec_verification in VERIFICATIONS, f"expected one of {', '.join(VERIFICATIONS)}")
-        for name in ("adaptive_verification", "batch_invariant"):
+        require("replay", self.replay in get_args(ReplayMode), f"expected one of {', '.join(get_args(ReplayMode))}")
+        valid = self.num_ring_snapshots is None or is_int("num_ring_snapshots", 0)
+        require("num_host_blocks", is_int("num_host_blocks", 0), f"expected an integer from 0 to {LARGEST}")
+        require("num_ring_snapshots", valid, f"expected None or an integer from 0 to {LARGEST}")
+        for name in ("adaptive_verification", "batch_invariant", "enable_prefix_caching"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")
         require("parallel", isinstance(self.parallel, ParallelConfig), "expected a ParallelConfig")
         require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")

@@ -11,12 +11,17 @@ DeepInferError
 ├── ShapeError
 ├── RequestError
 │   ├── PromptTooLong
+│   ├── RecipeError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
-│   └── PeerLost
+│   ├── PeerLost
+│   ├── GrammarError
+│   └── NothingToDraw
 ├── AgreementError
+├── RecordingError
 ├── EngineClosed
+├── PrefixFileError
 └── MissingExtra
 ```
 
@@ -26,7 +31,13 @@ This module imports nothing.
 
 
 class DeepInferError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        prompt_index: which of the prompts handed in together cannot be served; None if it is about nothing of that kind.
+    """
+
+    prompt_index: int | None = None
 
 
 class ConfigError(DeepInferError):
@@ -82,6 +93,22 @@ class PromptTooLong(RequestError):
     """The prompt does not fit the model or the cache."""
 
 
+class RecipeError(RequestError):
+    """A conversation, or a setting of it, that cannot be rendered.
+
+    Attributes:
+        place: where the fault is, as one would write it in Python: `messages[2].tool_calls[0].function.name`.
+    """
+
+    def __init__(self, place: str, problem: str) -> None:
+        self.place, self._problem = place, problem
+        super().__init__(f"{place}: {problem}")
+
+    def within(self, part: str, whole: str) -> "RecipeError":
+        """The same fault where `part`, with which the place begins, lies at `whole`."""
+        return RecipeError(whole + self.place.removeprefix(part) if self.place.startswith(part) else self.place, self._problem)
+
+
 class Rejected(RequestError):
     """The request is malformed or asks for something that is not supported."""
 
@@ -111,8 +138,24 @@ class AgreementError(DeepInferError):
     """Ranks that must agree do not; the message gives what each of them says."""
 
 
+class GrammarError(StepError):
+    """A committed token that its grammar forbids. The engine ends that request with `NothingToDraw`; other requests go on."""
+
+
+class NothingToDraw(StepError):
+    """A request's logits are not finite, or what it forbids leaves no token; the message names it. Other requests go on."""
+
+
+class RecordingError(DeepInferError):
+    """A recording, or the output of another build, that cannot be read or does not fit what it is compared with."""
+
+
 class EngineClosed(DeepInferError):
     """The engine was used after `close()`."""
+
+
+class PrefixFileError(DeepInferError):
+    """A file of stored prefixes that cannot be written, is damaged, or belongs to another model or setting."""
 
 
 class MissingExtra(DeepInferError):

@@ -48,15 +48,18 @@ def tokenize_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> tuple[tu
     return tuple(dict.fromkeys(sequences))
 
 
-def check_something_can_be_drawn(request: Request, where: str) -> None:
-    """Raise `Rejected`, naming both fields, if every allowed token is forbidden by another one."""
+def check_something_can_be_drawn(request: Request, where: str, vocab_size: int) -> None:
+    """Raise `Rejected`, naming both fields, if what may be drawn is forbidden to the last token by another field.
+
+    Sequences of several bad words can still leave nothing; then the request ends with `NothingToDraw`.
+    """
     params = request.params
-    if params.allowed_token_ids is None:
-        return
-    left = set(params.allowed_token_ids) - {word[0] for word in request.bad_words if len(word) == 1}
-    if not left:
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    words = {word[0] for word in request.bad_words if len(word) == 1}
+    if words.issuperset(allowed):
         raise Rejected(f"allowed_token_ids of {where}: every one of them is a word of bad_words, so that nothing can be drawn")
-    if params.min_tokens > 0 and not left - request.stop_token_ids:
+    if params.min_tokens > len(params.forced_token_ids) and (words | request.stop_token_ids).issuperset(allowed):
         raise Rejected(
-            f"allowed_token_ids of {where}: every one of them ends the text, which min_tokens = {params.min_tokens} forbids"
+            f"min_tokens of {where}: every token that may be drawn is in stop_token_ids, which min_tokens = "
+            f"{shown(params.min_tokens)} forbids at first; allowed_token_ids or stop_token_ids must leave another one"
         )

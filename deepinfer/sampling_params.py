@@ -4,10 +4,11 @@ Checks that need the model or the tokenizer are in `deepinfer.sampling_checks`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 from deepinfer.errors import Rejected
+from deepinfer.structured_outputs import StructuredOutputs
 
 MAX_COMPLETIONS = 1024
 MAX_TEMPERATURE = 1e6  # well within float32, in which logits are divided by it
@@ -64,6 +65,8 @@ class SamplingParams:
             chosen one's; -1: of the whole vocabulary. They are of the model's own distribution, before every field above.
         prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave special tokens out of `text`.
+        structured_outputs: the form that the text must have; a `StructuredOutputs` or a dictionary of its fields. The text ends
+            as soon as nothing can follow it, with `finish_reason` "stop". Stop strings and stop ids end it too, complete or not.
         return_hidden_states: return the hidden state, before the final norm, of every token that the model was fed.
         return_routed_experts: return the experts that every layer chose for every token that the model was fed.
 
@@ -92,12 +95,18 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        return f"SamplingParams({', '.join(f'{name}={shown(getattr(self, name))}' for name in changed_fields(self))})"
 
     def __post_init__(self) -> None:
         for name in _LISTS:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        object.__setattr__(self, "structured_outputs", _as_form(self.structured_outputs))
         for name, (is_valid, rule) in _RULES.items():
             _require(is_valid(getattr(self, name)), name, getattr(self, name), rule)
         for name, is_wrong, rule in _CONFLICTS:
@@ -109,9 +118,24 @@ class SamplingParams:
         return max(self.min_tokens, len(self.forced_token_ids) - 1)
 
     @property
+    def returns_features(self) -> bool:
+        """Whether something of every fed token comes back."""
+        return self.return_hidden_states or self.return_routed_experts
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether no prompt token may be skipped because its cache rows are known."""
+        return self.prompt_logprobs is not None or self.returns_features
+
+    @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as it is kept."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """`structured_outputs` as it is kept."""
+        return cast(StructuredOutputs | None, self.structured_outputs)
 
     @property
     def has_penalty(self) -> bool:
@@ -139,6 +163,18 @@ def _as_tuple(name: str, value: Any) -> Any:
     if isinstance(value, Mapping) and all(_is_int(key) for key in value):
         return tuple(sorted(value.items()))
     return value
+
+
+def _as_form(value: Any) -> Any:
+    """A dictionary as the `StructuredOutputs` that it describes; anything else stays, to be refused."""
+    if not isinstance(value, Mapping):
+        return value
+    known = StructuredOutputs.__dataclass_fields__
+    _require(set(value) <= set(known), "structured_outputs", value, f"expected fields of {', '.join(known)}")
+    try:
+        return StructuredOutputs(**value)
+    except Rejected as error:
+        raise Rejected(f"SamplingParams.structured_outputs = {shown(value)}: {error}") from None
 
 
 def _is_int(value: object) -> bool:
@@ -237,9 +273,18 @@ _RULES: dict[str, Rule] = {
     "logprobs": _or_none(_integer(-1, None, "; -1 is the whole vocabulary")),
     "prompt_logprobs": _or_none(_integer(-1, None, "; -1 is the whole vocabulary")),
     "skip_special_tokens": _FLAG,
+    "structured_outputs": Rule(
+        lambda value: value is None or isinstance(value, StructuredOutputs),
+        "expected None, a StructuredOutputs or a dictionary of its fields",
+    ),
     "return_hidden_states": _FLAG,
     "return_routed_experts": _FLAG,
 }
+
+
+def _is_structured(params: SamplingParams) -> bool:
+    return params.structured_outputs is not None
+
 
 _CONFLICTS = (
     Conflict("seed", lambda p: p.seed is not None and p.seed + p.n > SEED_LIMIT, "seed + n must be at most 2^63"),
@@ -264,4 +309,20 @@ _CONFLICTS = (
         lambda p: len({token for token, _ in p.bias_pairs}) < len(p.bias_pairs),
         "expected each token id once",
     ),
+    # Each of these could leave a structured answer without a token to draw, or go on behind its end.
+    Conflict("structured_outputs", lambda p: _is_structured(p) and p.ignore_eos, "does not go with ignore_eos"),
+    Conflict("structured_outputs", lambda p: _is_structured(p) and p.min_tokens > 0, "does not go with min_tokens"),
+    Conflict("structured_outputs", lambda p: _is_structured(p) and bool(p.bad_words), "does not go with bad_words"),
+    Conflict("structured_outputs", lambda p: _is_structured(p) and bool(p.forced_token_ids), "does not go with forced_token_ids"),
+    Conflict(
+        "structured_outputs",
+        lambda p: _is_structured(p) and p.allowed_token_ids is not None,
+        "does not go with allowed_token_ids",
+    ),
 )
+
+
+def changed_fields(params: SamplingParams) -> list[str]:
+    """Names of the fields that differ from their defaults."""
+    defaults = SamplingParams()
+    return [f.name for f in fields(params) if getattr(params, f.name) != getattr(defaults, f.name)]

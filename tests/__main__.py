@@ -9,7 +9,7 @@ CHECKS = (
     ("lint", ["-m", "ruff", "check", "."]),
     ("format", ["-m", "ruff", "format", "--check", "."]),
     ("types", ["-m", "mypy"]),
-    ("tests", ["-m", "pytest", "-m", "not slow and not gpu and not multi_gpu"]),
+    ("tests", ["-m", "pytest", "-n", "auto", "--dist", "loadfile", "-m", "not slow and not gpu and not multi_gpu"]),
 )
 
 

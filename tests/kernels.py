@@ -1,9 +1,14 @@
 """Random weights in the stored formats, for tests of the kernels and of the seam in front of them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from deepinfer.config import ModelConfig
 from deepinfer.ops.formats import BLOCK
+from deepinfer.presets import tiny_config
+from tests.tolerances import check_close
 
 TOP_EXPONENT = 119  # products of a few thousand channels with activations of order 1 are then of order 1
 
@@ -39,3 +44,20 @@ def random_activations(
     x = x * torch.exp(torch.randn(tokens, channels // BLOCK, 1, device=device))
     x[:, 1] = 0
     return x.flatten(1).to(dtype)
+
+
+def check_kernel(observed: Tensor, expected: Tensor, subject: str, name: str) -> None:
+    """`check_close` in units of the expected values' root mean square."""
+    unit = expected.double().square().mean().sqrt()
+    check_close(observed.double() / unit, expected.double() / unit, subject, "other sums", name)
+
+
+def packable_config() -> ModelConfig:
+    """`tiny_config` in the least widths that can be packed; the Engram's projection cannot, with 192 channels."""
+    tiny = tiny_config()
+    return replace(
+        tiny,
+        dim=256,
+        attention=replace(tiny.attention, head_dim=64, q_lora_rank=128, o_lora_rank=64),
+        moe=replace(tiny.moe, inter_dim=256),
+    )

@@ -344,7 +344,6 @@ def test_the_edges_of_every_range_are_served_together(engine: LLMEngine) -> None
         SamplingParams(temperature=1.0, top_k=2**31 - 1, min_p=1, seed=2**63 - 2, n=2, max_tokens=5),
         SamplingParams(temperature=1.0, top_k=1, seed=0, logprobs=20, max_tokens=huge),
         SamplingParams(temperature=0, min_tokens=huge, max_tokens=None, ignore_eos=True),
-        SamplingParams(temperature=1.0, min_tokens=5, max_tokens=5, stop_token_ids=tuple(range(320))),
     ]
     prompt = some_prompts(1, seed=24)[0]
     outputs = generate(engine, [prompt] * len(params), params)
@@ -377,6 +376,7 @@ def test_the_edges_of_every_range_are_served_together(engine: LLMEngine) -> None
         (["a", "b"], [GREEDY, None], "sampling_params of prompt 1: expected SamplingParams, got NoneType"),
         (["a"], ["greedy"], "sampling_params of prompt 0: expected SamplingParams, got str"),
         (["a", "b"], [GREEDY, replace(GREEDY, stop_token_ids=(5, 320))], "stop_token_ids of prompt 1"),
+        (["a"], SamplingParams(min_tokens=5, stop_token_ids=tuple(range(320))), "min_tokens of prompt 0: every token"),
         (["a", [5] * 128], None, "prompt 1 has 128 tokens; the longest sequence is 128"),
     ],
 )

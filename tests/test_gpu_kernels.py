@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer.model.moe import Experts
-from deepinfer.model.numerics import Numerics, precision_named, reference_ops
+from deepinfer.model.numerics import Numerics, inductor_ops, precision_named, reference_ops, triton_ops
+from deepinfer.model.packed_weights import pack_model
 from deepinfer.model.plain_forms import combine
 from deepinfer.ops.elementwise import rms_norm
 from deepinfer.ops.formats import dequantize_fp8
 from deepinfer.ops.matmul import block_matmul
 from deepinfer.ops.quantize import round_fp8
 from deepinfer.ops.triton_kernels.packing import (
+    CHECKPOINT_ORDER,
     MMA_SYNC,
     WGMMA,
     channel_places,
@@ -27,10 +29,11 @@ from deepinfer.ops.triton_kernels.packing import (
     pack_fp4,
     pack_fp8,
     permute_channels,
+    unpack_fp4,
+    unpack_fp8,
 )
-from deepinfer.presets import flash_slice
-from tests.kernels import random_activations, random_fp4, random_fp8
-from tests.tolerances import check_close
+from deepinfer.presets import flash_slice, random_model
+from tests.kernels import check_kernel, packable_config, random_activations, random_fp4, random_fp8
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -102,11 +105,6 @@ def linear_case(name: str) -> LinearCase:
         return fp8_linear_bf16(permute_channels(x, WGMMA), *packed, arrivals, groups)
 
     return LinearCase(x, expected, run_groups)
-
-
-def check_kernel(observed: Tensor, expected: Tensor, subject: str, name: str) -> None:
-    unit = expected.double().square().mean().sqrt()
-    check_close(observed.double() / unit, expected.double() / unit, subject, "other sums", name)
 
 
 def check_repeats(run: Callable[[], Tensor]) -> None:
@@ -299,6 +297,13 @@ def test_experts_that_get_every_token_and_experts_that_get_none() -> None:
     assert torch.equal(case.run(*many), torch.cat([case.run(*everyone)] * 3))
 
 
+def test_many_tokens_are_computed_in_pieces() -> None:
+    case, batch = experts_case(256, 256, 12), routed(2100, 256, 12)
+    whole = case.run(*batch)
+    assert torch.equal(whole[:130], case.run(*batch.rows(slice(130))))
+    assert torch.equal(whole[-70:], case.run(*batch.rows(slice(-70, None))))
+
+
 def test_pairs_of_experts_that_are_not_held_give_zeros() -> None:
     case, batch = published_experts(), routed(50)
     elsewhere = batch.ids >= 20
@@ -366,5 +371,69 @@ def test_pairs_are_sorted_by_expert_and_active_experts_listed(num_experts: int, 
         found = {e: (a, b) for e, a, b, _ in prepared.active.tolist() if e >= 0}
         assert found == {e: (int(ends[e] - counts[e]), int(ends[e])) for e in counts.nonzero().flatten().tolist()}
         large = int((counts > 8).sum()) if split else 0
-        assert prepared.active[: int((counts > 0).sum()) - large, 0].min() >= 0
-        assert not large or prepared.active[-large:, 0].min() >= 0
+        small = int((counts > 0).sum()) - large
+        assert (prepared.active[:small, 0] >= 0).all()
+        assert (prepared.active[tokens * TOPK - large :, 0] >= 0).all()
+
+
+@torch.no_grad()
+def test_a_feed_forward_agrees_in_all_three_forms_compiled_or_not() -> None:
+    x = random_activations(19, 256, "cuda")
+    forms = {"plain": reference_ops(), "inductor": inductor_ops(), "triton": triton_ops()}
+    layers = {name: random_model(packable_config(), device="cuda", ops=ops).layers[0].ffn for name, ops in forms.items()}
+    assert layers["triton"].experts.w1.packed is not None
+    expected = layers["plain"](x)
+    for name in ("inductor", "triton"):
+        check_kernel(layers[name](x), expected, "expert kernel", name)
+        torch.compiler.reset()
+        compiled = torch.compile(layers[name], fullgraph=True, dynamic=False)
+        check_kernel(compiled(x), expected, "expert kernel", f"{name}, compiled")
+
+
+@torch.no_grad()
+def test_a_sequence_does_not_depend_on_its_company_in_a_model_over_the_kernels() -> None:
+    model = random_model(packable_config(), device="cuda", ops=triton_ops(batch_invariant=True))
+    ids = torch.randint(277, (5, 33), device="cuda")
+    together = model(ids)
+    assert together.isfinite().all()
+    for i in range(5):
+        assert torch.equal(model(ids[i]), together[i])
+
+
+@torch.no_grad()
+def test_values_of_packed_weights_are_the_stored_ones_on_the_device() -> None:
+    for fmt, (weight, scale) in (("fp8", random_fp8(128, 256, device="cuda")), ("fp4", random_fp4(128, 512, (3,), device="cuda"))):
+        pack, unpack = (pack_fp8, unpack_fp8) if fmt == "fp8" else (pack_fp4, unpack_fp4)
+        again, scale_again = unpack(pack(weight, scale))
+        assert torch.equal(again.view(torch.uint8), weight.view(torch.uint8))
+        assert torch.equal(scale_again, scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 130])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (5120, 2304), (1792, 5120)])
+def test_the_block_scaled_linear_agrees_with_its_plain_twin(n: int, k: int, tokens: int) -> None:
+    from deepinfer.ops.triton_kernels.block_scaled import block_scaled_linear, quantize_codes
+
+    (weight, scale), x = random_fp8(n, k, device="cuda"), random_activations(tokens, k, "cuda")
+    codes, code_scales = quantize_codes(x)
+    values = codes.float() * torch.exp2(code_scales.float() - 127).repeat_interleave(32, dim=1)
+    assert torch.equal(values, round_fp8(x.float()))
+    expected = block_matmul(round_fp8(x).float(), dequantize_fp8(weight, scale)).bfloat16()
+    check_kernel(block_scaled_linear(codes, code_scales, weight, scale.view(torch.uint8)), expected, "kernel", f"{tokens} tokens")
+    x[-1, 40] = float("nan")
+    observed = block_scaled_linear(*quantize_codes(x), weight, scale.view(torch.uint8))
+    assert observed[-1].isnan().all()
+    assert not observed[:-1].isnan().any()
+
+
+@torch.no_grad()
+def test_a_feed_forward_in_the_checkpoints_layout_agrees_with_the_plain_one() -> None:
+    x = random_activations(19, 256, "cuda")
+    plain = random_model(packable_config(), device="cuda", ops=reference_ops())
+    # Packed by what this device is, the model would not keep the layout.
+    native = random_model(packable_config(), device="cuda", ops=replace(triton_ops(), packs_weights=False))
+    assert pack_model(native, CHECKPOINT_ORDER) == 2
+    assert native.layers[0].ffn.experts.w1.block_scaled
+    check_kernel(native.layers[0].ffn(x), plain.layers[0].ffn(x), "expert kernel", "feed-forward")
+    ids = torch.randint(277, (2, 20), device="cuda")
+    assert native(ids).isfinite().all()

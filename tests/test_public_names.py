@@ -14,13 +14,15 @@ from deepinfer import errors
 PACKAGE = Path(deepinfer.__file__).parent
 
 # A layer may import itself and the layers before it. `training` and `bench` stand above the engine.
-LAYERS = ["errors", "config", "dims", "ops", "tokens", "model", "checkpoint", "runtime", "engine", "tools", "cli"]
+LAYERS = ["errors", "config", "dims", "ops", "tokens", "chat", "model", "checkpoint", "runtime", "engine", "tools", "cli"]
 LAYER_OF = {
     "errors": "errors",
     "config": "config",
     "config_json": "config",
+    "visibility": "config",
     "engine_config": "runtime",
     "sampling_params": "config",
+    "structured_outputs": "config",
     "sampling_checks": "engine",
     "outputs": "config",
     "dims": "dims",
@@ -29,6 +31,8 @@ LAYER_OF = {
     "detokenizer": "tokens",
     "token_map": "tokens",
     "prompts": "tokens",
+    "chat": "chat",
+    "structured": "tokens",
     "model": "model",
     "checkpoint": "checkpoint",
     "presets": "checkpoint",
@@ -36,13 +40,16 @@ LAYER_OF = {
     "runtime": "runtime",
     "parallel": "runtime",
     "engine": "engine",
+    "backends": "engine",
     "training": "tools",
     "bench": "tools",
+    "golden": "tools",
     "cli": "cli",
 }
 WITHOUT_TORCH = [
     "runtime/request",
     "runtime/stop_strings",
+    "runtime/shared_prompt",
     "runtime/sequence",
     "runtime/plan",
     "runtime/ids",
@@ -52,6 +59,7 @@ WITHOUT_TORCH = [
     "parallel/voting",
     "parallel/placement",
     "config",
+    "visibility",
 ]
 
 

@@ -105,11 +105,11 @@ TABLE = {
     ("attention", "other sums"): Tolerance(0.02, 2e-3, "a last bit may tip a rounding to bfloat16"),
     ("linear", "other sums"): Tolerance(None, 0.02, "a last bit may tip a rounding to bfloat16"),
     # Compared in units of the expected values' root mean square, of which none exceeds 8.
-    ("kernel", "other sums"): Tolerance(2.0**-5, 1e-3, "a last bit of a float32 sum may tip a rounding to bfloat16, by one step"),
+    ("kernel", "other sums"): Tolerance(2.0**-4, 1e-3, "a last bit of a float32 sum may tip a rounding to bfloat16, by one step"),
     ("expert kernel", "other sums"): Tolerance(
         2.0**-2, 4e-3, "as above; a tipped rounding of gate, up or the intermediate moves sums behind it"
     ),
-    ("norm kernel", "other sums"): Tolerance(2.0**-5, 2e-4, "the mean is summed in another order: one step of bfloat16, rarely"),
+    ("norm kernel", "other sums"): Tolerance(2.0**-4, 2e-4, "the mean is summed in another order: one step of bfloat16, rarely"),
     ("compressor", "float32"): Tolerance(1e-5, None, FLOAT32_SUMS.format("1e-6", 4)),
 }
 

@@ -63,6 +63,8 @@ class KernelTime:
 def alternating_us(forms: Sequence[Callable[[int], object]], calls: int, replays: int = REPLAYS) -> list[float]:
     """Median microseconds a call of each form, `form(i)` for i below `calls` being one graph; replays alternate."""
     graphs = []
+    # Each form is compiled for this shape alone; shapes measured before would count against the compiler's limit.
+    torch.compiler.reset()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for form in forms:
@@ -221,7 +223,7 @@ def experts_times(tokens: Sequence[int], bandwidth: float, inductor: bool, skew:
             other: Callable[..., Tensor] = torch.compile(form, dynamic=False)
             forms.append(lambda i: other(xs[i], ids[i], weights, *stored, LIMIT))  # noqa: B023
         most = max(int(i.flatten().bincount().max()) for i in ids)
-        note = f"{active:.0f} experts, at most {most} tokens; other: {form.__name__}"
+        note = f"{active:.0f} experts, at most {most} tokens" + (f"; other: {form.__name__}" if inductor else "")
         yield time_of(f"experts, skew {skew}", t, active * expert_bytes, bandwidth, forms, calls, note)
 
 

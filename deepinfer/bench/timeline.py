@@ -1,6 +1,7 @@
 """A picture of the overlap: host and device lanes over a few steady steps, as a Chrome trace and as a PNG."""
 
 from pathlib import Path
+from typing import Any
 
 from deepinfer.bench.overlap import SteadyDecode
 from deepinfer.errors import MissingExtra
@@ -17,6 +18,7 @@ COLOURS = {
     "callbacks": "#ccb974",
     "forward": "#8172b2",
     "sampler": "#64b5cd",
+    "draft": "#da8bc3",
     "copy": "#937860",
 }
 
@@ -30,16 +32,20 @@ def record_timeline(model: Transformer, batch: int, depth: int, steps: int = 6) 
 
 
 def draw_timeline(tracers: dict[str, Tracer], path: Path) -> None:
-    """Draw the lanes of one or more traces below each other. Raises: MissingExtra without matplotlib."""
+    """Write the lanes of one or more traces as a PNG. Raises: MissingExtra without matplotlib."""
+    timeline_figure({title: tracer.spans() for title, tracer in tracers.items()}).savefig(path, dpi=120)
+
+
+def timeline_figure(traces: dict[str, list[Span]]) -> Any:
+    """The lanes of one or more traces below each other, as a matplotlib figure. Raises: MissingExtra without matplotlib."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise MissingExtra("drawing needs matplotlib: pip install 'deepinfer-reference[notebooks]'") from error
-    figure = Figure(figsize=(12, 1.2 + 1.6 * len(tracers)), layout="constrained")
-    axes = figure.subplots(len(tracers), 1, squeeze=False)[:, 0]
-    for axis, (title, tracer) in zip(axes, tracers.items(), strict=True):
-        spans = tracer.spans()
+    figure = Figure(figsize=(12, 1.2 + 1.6 * len(traces)), layout="constrained")
+    axes = figure.subplots(len(traces), 1, squeeze=False)[:, 0]
+    for axis, (title, spans) in zip(axes, traces.items(), strict=True):
         begin = min((span.start_ms for span in spans), default=0.0)
         for lane_index, lane in enumerate(LANES):
             for span in spans:
@@ -49,8 +55,8 @@ def draw_timeline(tracers: dict[str, Tracer], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("ms")
-    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=8, fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=9, fontsize=8)
+    return figure
 
 
 def _draw_bar(axis, span: Span, begin: float, lane: int) -> None:  # type: ignore[no-untyped-def]

@@ -65,6 +65,10 @@ class StoredTensor:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
 
+    def empty(self) -> Shaped[Tensor, "..."]:
+        """A CPU tensor to read it into."""
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+
     def mapped(self) -> Shaped[Tensor, "..."]:
         """The tensor as a private view of the file: only what is touched is read, and the system may drop it again."""
         start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

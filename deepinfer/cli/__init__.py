@@ -3,7 +3,8 @@
 A command is a module with `NAME`, `HELP`, `add_arguments(parser)` and `run(args) -> exit status`. What needs torch is imported
 inside `run`, so that `--help` answers at once.
 
-Exit status: 0 done, 2 wrong arguments or input, 130 interrupted, 141 the reader of the output went away.
+Exit status: 0 done, 1 a comparison found a difference, 2 wrong arguments or input, 130 interrupted, 141 the reader of the output
+went away.
 """
 
 import argparse
@@ -12,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer.cli import bench, generate, inspect, new_tiny
+from deepinfer.cli import bench, chat, generate, golden, inspect, new_tiny
 from deepinfer.errors import DeepInferError
 
-COMMANDS: tuple[Any, ...] = (generate, inspect, bench, new_tiny)
+COMMANDS: tuple[Any, ...] = (generate, chat, inspect, bench, golden, new_tiny)
 INPUT_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deepinfer.cli import bench_replay
+
 NAME = "bench"
 HELP = "measure the engine on this machine"
 
@@ -18,22 +20,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scheduler.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024], help="running sequences")
     scheduler.add_argument("--queued", type=int, default=10_000, help="waiting sequences of the last row (default 10000)")
     overlap = kinds.add_parser("overlap", help="steady decode in the plain and the overlapped loop, alternating")
+    masks = kinds.add_parser("masks", help="what grammars cost a step of steady decode, with and without, alternating")
     timeline = kinds.add_parser("timeline", help="a picture of host and device lanes, as a Chrome trace and a PNG")
     simulate = kinds.add_parser("simulate", help="expert balance and votes of large groups, without a device")
     simulate.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="group sizes")
     simulate.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default 384)")
     simulate.add_argument("--layers", type=int, default=8, help="layers of the Zipf loads (default 8)")
     simulate.add_argument("--zipf", type=float, nargs="+", default=[0.5, 1.0], help="exponents of the Zipf loads")
-    for kind in (overlap, timeline):
+    for kind in (overlap, masks, timeline):
         kind.add_argument("-m", "--model", default="mini", help="a checkpoint folder or a preset's name (default mini)")
         kind.add_argument("--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native)")
         kind.add_argument("--device", help="torch device (default: the accelerator if there is one, else cpu)")
     overlap.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 128], help="batch sizes")
     overlap.add_argument("--steps", type=int, default=50, help="steps of a stretch; three stretches for each loop (default 50)")
     overlap.add_argument("--delay", type=float, nargs="+", default=[0.0], help="artificial host work for a step, in ms")
+    masks.add_argument("--batch", type=int, nargs="+", default=[16], help="batch sizes (default 16)")
+    masks.add_argument("--steps", type=int, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("--batch", type=int, default=16, help="batch size (default 16)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
-    for kind in (scheduler, overlap, simulate):
+    bench_replay.add_arguments(kinds)
+    for kind in (scheduler, overlap, masks, simulate):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -43,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
         return run_timeline(args)
     if args.what == "simulate":
         return run_simulate(args)
-    rows = scheduler_rows(args) if args.what == "scheduler" else overlap_rows(args)
+    if args.what == "replay":
+        return bench_replay.run(args, print_table)
+    rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
     print_table(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -98,6 +106,17 @@ def run_simulate(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps({"balance": balance, "votes": votes}, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def masks_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both loops for each batch, with and without grammars."""
+    from deepinfer.bench.mask_cost import measure_mask_cost
+
+    return [
+        asdict(measure_mask_cost(args.model, args.precision, args.device, batch, depth=depth, steps=args.steps))
+        for batch in args.batch
+        for depth in (0, 1)
+    ]
 
 
 def run_timeline(args: argparse.Namespace) -> int:

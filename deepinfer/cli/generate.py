@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deepinfer.errors import Rejected
+from deepinfer.errors import DeepInferError, Rejected
 
 if TYPE_CHECKING:
     from deepinfer import LLMEngine, RequestOutput, SamplingParams
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="seed of the noise; if not given, it follows from the request's number, the same in every run, and is reported",
     )
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the text here; may be given several times"
+    )
+    sampling.add_argument("--presence-penalty", type=float, default=0.0, help="for tokens of the output (default 0)")
+    sampling.add_argument("--frequency-penalty", type=float, default=0.0, help="for each time in the output (default 0)")
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="for tokens of prompt and output (default 1)")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     sampling.add_argument("--logprobs", type=int, metavar="N", help="log probabilities of the chosen and the N best tokens")
 
@@ -94,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         min_p=args.min_p,
         seed=args.seed,
+        stop=args.stop,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
     )
@@ -101,7 +111,14 @@ def run(args: argparse.Namespace) -> int:
     with LLMEngine.from_pretrained(args.model, batch_invariant=args.batch_invariant, **options) as engine:
         if args.n == 1 and args.output is None and not args.json and not args.jsonl:
             return asyncio.run(stream_to(sys.stdout, engine, prompts[0], params))
-        outputs = engine.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        try:
+            outputs = engine.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        except DeepInferError as error:
+            if args.jsonl and error.prompt_index is not None:
+                raise Rejected(
+                    f"{args.jsonl}, line {filled_lines(args.jsonl.read_bytes().splitlines())[error.prompt_index]}: {error}"
+                ) from error
+            raise
     write_jsonl(outputs, args.output)
     return 130 if any(c.finish_reason == "abort" for o in outputs for c in o.outputs) else 0
 
@@ -126,11 +143,16 @@ def read_prompts(args: argparse.Namespace) -> list[Any]:
 
 def read_lines(path: Path) -> list[Any]:
     """The prompts of a JSON-lines file; empty lines count as lines only. Raises: Rejected, naming the line."""
-    lines = enumerate(path.read_bytes().splitlines(), start=1)
-    prompts = [parse_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+    lines = path.read_bytes().splitlines()
+    prompts = [parse_line(f"{path}, line {number}", lines[number - 1]) for number in filled_lines(lines)]
     if not prompts:
         raise Rejected(f"{path} holds no prompt")
     return prompts
+
+
+def filled_lines(lines: list[bytes]) -> list[int]:
+    """Numbers, from 1, of the lines that hold a prompt."""
+    return [number for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def parse_line(where: str, line: bytes) -> Any:
@@ -175,7 +197,7 @@ async def stream_to(out: TextIO, engine: "LLMEngine", prompt: Any, params: "Samp
 
 
 def write_jsonl(outputs: "list[RequestOutput]", path: Path | None) -> None:
-    """One JSON object for each output, fields as in `RequestOutput`."""
+    """One JSON object for each output, fields as in `RequestOutput`; the command asks for no arrays."""
     lines = [json.dumps(asdict(output), ensure_ascii=False) + "\n" for output in outputs]
     if path is None:
         sys.stdout.writelines(lines)

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model.cache import LayerCache, look_back, store_latest, window_positions
+from deepinfer.model.cache import ALL_ROWS, LayerCache, look_back, store_latest, window_positions
 from deepinfer.model.compressor import Compressor
 from deepinfer.model.indexer import Indexer, Shared
 from deepinfer.model.linear import Linear
@@ -122,16 +122,21 @@ class Attention(nn.Module):
         self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
     ) -> Float[Tensor, "T H Dh"]:
         """Attend over each row's list: the window oldest first, then the selected entries in ascending order."""
-        keys, visible = window_positions(rows.positions, self.config.window_size)
-        ring, parts = cache.ring, []
-        for start in range(0, q.shape[0], ATTEND_ROWS):
-            part = slice(start, start + ATTEND_ROWS)
-            listed = look_back(rows, kv, ring, keys, part)
-            seen = visible[part]
-            if self.ratio:
-                listed, seen = self._with_entries(listed, seen, part, rows, shared)
-            parts.append(self.numerics.ops.attend(q[part], listed, seen, self.attn_sink, self.config.scale))
-        return torch.cat(parts)
+        # A compiler wants no loop over rows; it serves steps of bounded size.
+        count = q.shape[0]
+        parts = [ALL_ROWS] if self.numerics.ops.static_shapes else [slice(i, i + ATTEND_ROWS) for i in range(0, count, ATTEND_ROWS)]
+        results = [self._attend_rows(part, q, kv, rows, shared, cache) for part in parts]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _attend_rows(
+        self, part: slice, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
+    ) -> Float[Tensor, "t H Dh"]:
+        keys, visible = window_positions(rows.positions, self.config.window_size, rows.first_keys)
+        listed = look_back(rows, kv, cache.ring, keys, part)
+        seen = visible[part]
+        if self.ratio:
+            listed, seen = self._with_entries(listed, seen, part, rows, shared)
+        return self.numerics.ops.attend(q[part], listed, seen, self.attn_sink, self.config.scale)
 
     @staticmethod
     def _with_entries(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from deepinfer.config import ModelConfig, MoEConfig
-from deepinfer.dims import Float, Tensor
+from deepinfer.dims import Bool, Float, Tensor
 from deepinfer.model.attention import Attention
 from deepinfer.model.hyper_connection import HyperConnection, collapse, spread
 from deepinfer.model.indexer import Shared
@@ -32,7 +32,11 @@ class Block(nn.Module):
         self.ffn = MoE(config, moe, numerics, expert_ids)
 
     def forward(
-        self, streams: Float[Tensor, "T M D"], pre_mix: Float[Tensor, "T M"], *attention_inputs: Any
+        self,
+        streams: Float[Tensor, "T M D"],
+        pre_mix: Float[Tensor, "T M"],
+        *attention_inputs: Any,
+        is_padding: Bool[Tensor, " T"] | None = None,
     ) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"], Shared]:
         """New streams, the `pre` that the next block collapses them with, and what the layers above share.
 
@@ -42,5 +46,5 @@ class Block(nn.Module):
         y, shared = self.attn(self.attn_norm(collapse(streams, pre_mix)), *attention_inputs)
         streams = spread(y, streams, mixes)
         ffn_mixes = self.hc_ffn(streams)
-        y = self.ffn(self.ffn_norm(collapse(streams, mixes.pre)))
+        y = self.ffn(self.ffn_norm(collapse(streams, mixes.pre)), is_padding)
         return spread(y, streams, ffn_mixes), ffn_mixes.pre, shared

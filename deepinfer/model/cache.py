@@ -59,7 +59,7 @@ class EntryPool:
 
     def write(self, rows: Rows, entries: Float[Tensor, "T Dh"], index_keys: Float[Tensor, "T Di"]) -> None:
         """Store the entry that each row completes; rows that complete none write to the trash block. Mutates the pool."""
-        completes = (rows.positions + 1) % self.ratio == 0
+        completes = rows.keep_new((rows.positions + 1) % self.ratio == 0)
         address = self.addresses(rows, (rows.positions // self.ratio)[:, None]).squeeze(1)
         address = torch.where(completes, address, TRASH_SLOT)
         self.entries.index_put_((address,), entries)
@@ -128,6 +128,28 @@ class ModelCache:
         """Pending groups of the KV source layers of ratio 2."""
         return {i: layer.pending for i, layer in enumerate(self.layers) if layer.pending is not None}
 
+    def copy_slot(self, source: int, target: int) -> None:
+        """Give `target` the windows, pending groups and history of `source`. Mutates `target`'s."""
+        for memory in self.slot_tensors():
+            memory[target].copy_(memory[source])
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Give block `target` the entries and index keys of `source`. Mutates `target`'s."""
+        for memory in self.block_tensors():
+            memory[target].copy_(memory[source])
+
+    def block_tensors(self) -> list[Shaped[Tensor, "blocks per_block width"]]:
+        """Entries and index keys of every KV source as views by block."""
+        views = []
+        for pool in self.pools.values():
+            per_block = self.sizes.block_size // pool.ratio
+            views += [pool.entries.unflatten(0, (-1, per_block)), pool.index_keys.unflatten(0, (-1, per_block))]
+        return views
+
+    def slot_tensors(self) -> list[Shaped[Tensor, "slots ..."]]:
+        """Windows, pending groups and history, by slot."""
+        return [*self.rings, *self.pending.values(), self.history]
+
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache, for accounting and poisoning."""
         pools = [t for pool in self.pools.values() for t in (pool.entries, pool.index_keys)]
@@ -164,12 +186,16 @@ def store_latest(rows: Rows, own: Shaped[Tensor, "T ..."], ring: Shaped[Tensor, 
     ring.index_put_((slot, rows.positions % ring.shape[1]), own)
 
 
-def window_positions(positions: Int[Tensor, " T"], window: int) -> tuple[Int[Tensor, "T W"], Bool[Tensor, "T W"]]:
+def window_positions(
+    positions: Int[Tensor, " T"], window: int, first_keys: Int[Tensor, " T"] | None = None
+) -> tuple[Int[Tensor, "T W"], Bool[Tensor, "T W"]]:
     """Key positions that each query's window holds, oldest first, and which places are real; empty places come last.
 
     The published prefill order. Published decode puts empty places first while the window fills; one order for all rows is
     what makes a row independent of how its prompt was cut, and the two differ only in which block of 64 a place counts.
     """
     first = (positions - window + 1).clamp(min=0)
+    if first_keys is not None:
+        first = torch.maximum(first, first_keys)
     keys = first[:, None] + torch.arange(window, device=positions.device)
     return keys, keys <= positions[:, None]

@@ -53,7 +53,7 @@ class Compressor(nn.Module):
         group = before.clamp(min=0) // 2 % pending.shape[1]
         waiting = pending[rows.row_slots, group]
         even = torch.where((rows.offsets > 0)[:, None, None], previous_row, waiting)
-        is_live = (rows.positions % 2 == 0) & (rows.remaining < 2 * pending.shape[1])
+        is_live = rows.keep_new((rows.positions % 2 == 0) & (rows.remaining < 2 * pending.shape[1]))
         slot = torch.where(is_live, rows.row_slots, TRASH_SLOT)
         pending.index_put_((slot, rows.positions // 2 % pending.shape[1]), own)
         return even

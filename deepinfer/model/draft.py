@@ -22,7 +22,7 @@ from deepinfer.model.linear import Float32Linear, Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.rope import RopeTables
-from deepinfer.model.rows import Rows
+from deepinfer.model.rows import TRASH_SLOT, Rows
 
 # (logits [B, V], position of the token to be drawn [B]) -> token ids [B]
 SampleFn = Callable[[Float[Tensor, "B V"], Int[Tensor, " B"]], Int[Tensor, " B"]]
@@ -160,10 +160,13 @@ class DSpark(nn.ModuleList):
             rope: rotations at p + 1 .. p + Q, packed.
         """
         last = self.blocks[-1]
-        streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1)
+        streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1).contiguous()
         pre_mix = first_stream(streams)
+        is_padding = None
+        if last.attn.numerics.ops.skips_padding:
+            is_padding = (slots == TRASH_SLOT).repeat_interleave(self.config.draft.block_size)
         for block, memory in zip(self.blocks, cache.layers[self.config.n_layers :], strict=True):
-            streams, pre_mix, _ = block(streams, pre_mix, rope, positions, slots, memory)
+            streams, pre_mix, _ = block(streams, pre_mix, rope, positions, slots, memory, is_padding=is_padding)
         x = collapse(streams, pre_mix)
         plain = head(last.norm(x)).unflatten(0, (token_ids.shape[0], -1))
         x = x.unflatten(0, (token_ids.shape[0], -1))

@@ -93,6 +93,12 @@ class TokenWindow(nn.Module):
         store_latest(rows, own, cache.history)
         return torch.where(positions >= 0, ids, self.pad)
 
+    def recall(
+        self, token_ids: Int[Tensor, " n"], slots: Int[Tensor, " n"], positions: Int[Tensor, " n"], cache: ModelCache
+    ) -> None:
+        """Put tokens that no row of this step or a later one feeds into the history. Mutates it."""
+        cache.history.index_put_((slots, positions % cache.history_rows), self.token_map[token_ids])
+
 
 class Engram(nn.Module):
     """Adds what the table remembers of the last tokens to every stream, each through its own gate."""

@@ -78,13 +78,15 @@ class Indexer(nn.Module):
         q = rotate_last(self.wq_b(query_latent).unflatten(1, (ix.n_heads, ix.head_dim)), rotation)
         weights = self.weights_proj(x) * (ix.head_dim**-0.5 * ix.n_heads**-0.5)
         q = self._rounded(q)
-        scores = self._scores(q, weights, shared.pool.keys_of_sequences(rows), rows.seq_ids)
-        if self.numerics.published_index_keys and ratio == 2:
-            scores = self._with_published_keys(scores, q, weights, rows, cache)
-
         n_visible = (rows.positions + 1) // ratio
-        entry = torch.arange(scores.shape[1], device=scores.device)
-        scores = scores.masked_fill(entry >= n_visible[:, None], NEG_INF)
+        if (fast := self.numerics.ops.index_scores) is not None:
+            scores = fast(q, weights, shared.pool, rows, n_visible)
+        else:
+            scores = self._scores(q, weights, shared.pool.keys_of_sequences(rows), rows.seq_ids)
+            if self.numerics.published_index_keys and ratio == 2:
+                scores = self._with_published_keys(scores, q, weights, rows, cache)
+            entry = torch.arange(scores.shape[1], device=scores.device)
+            scores = scores.masked_fill(entry >= n_visible[:, None], NEG_INF)
         candidates = None
         if self.is_candidate_source:
             # The source itself chooses among all visible entries; the mask is for the layers above.

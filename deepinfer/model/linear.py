@@ -50,6 +50,8 @@ class StoredMatrix(nn.Module):
         # What the weights were repacked to, and the larger whole that matrices of one input make together.
         self.packed: PackedWeights | None = None
         self.joined: PackedWeights | None = None
+        # The device multiplies the stored codes and scales as they are.
+        self.block_scaled = False
 
     @property
     def is_quantized(self) -> bool:
@@ -137,4 +139,10 @@ class Float32Linear(StoredMatrix):
         self.numerics = numerics
 
     def forward(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
+        if (fast := self.numerics.ops.float32_linear) is not None:
+            return fast(x, self, self.numerics)
+        return self.plain(x)
+
+    def plain(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
+        """The definition."""
         return self.numerics.ops.matmul(x.float(), self.values(torch.float32))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepinfer.config import ModelConfig, MoEConfig
-from deepinfer.dims import Float, Int, Tensor
+from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model.linear import Linear, StoredMatrix
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.router import Router
@@ -28,8 +28,11 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, moe, numerics)
         self.exchange: ExpertExchange = here
 
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+    def forward(self, x: Float[Tensor, "T D"], is_padding: Bool[Tensor, " T"] | None = None) -> Float[Tensor, "T D"]:
+        """Rows marked as padding visit no expert that is packed for kernels, so that none is read for them."""
         weights, ids = self.gate(x)
+        if is_padding is not None and self.experts.w1.packed is not None:
+            ids = ids.masked_fill(is_padding[:, None], self.experts.nobody)
         routed = self.numerics.ops.combine(self.exchange(self.experts, x, weights, ids), ids)
         return (routed + self.shared_experts(x).float()).to(x.dtype)
 
@@ -90,7 +93,8 @@ class Experts(nn.Module):
         self.swiglu_limit = moe.swiglu_limit
         # Weights are shares of the scale, unless there is one, which is a raw score.
         self.largest_weight = moe.route_scale if moe.n_activated_experts > 1 else float("inf")
-        places = torch.full((moe.n_routed_experts,), len(self.expert_ids), device="cpu")
+        self.nobody = moe.n_routed_experts  # an expert id that no process holds
+        places = torch.full((moe.n_routed_experts + 1,), len(self.expert_ids), device="cpu")
         places[list(self.expert_ids)] = torch.arange(len(self.expert_ids), device="cpu")
         self.register_buffer("place_of_expert", places, persistent=False)
         self.place_of_expert: Tensor

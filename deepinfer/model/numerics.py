@@ -120,11 +120,40 @@ class CombineFn(Protocol):
     def __call__(self, outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]: ...
 
 
+class Float32LinearFn(Protocol):
+    """`Float32Linear.forward` in a fast form."""
+
+    def __call__(self, x: Float[Tensor, "T K"], matrix: Any, numerics: "Numerics") -> Float[Tensor, "T N"]: ...
+
+
+class HyperMixFn(Protocol):
+    """`HyperConnection.forward` in a fast form: `pre`, `post` and `comb`."""
+
+    def __call__(
+        self, streams: Float[Tensor, "T M D"], hyper: Any
+    ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"], Float[Tensor, "T M M"]]: ...
+
+
+class IndexScoresFn(Protocol):
+    """Index scores of `Indexer.forward` in a fast form, -inf from each row's `n_visible` on."""
+
+    def __call__(
+        self, q: Float[Tensor, "T Hi Di"], weights: Float[Tensor, "T Hi"], pool: Any, rows: Any, n_visible: Int[Tensor, " T"]
+    ) -> Float[Tensor, "T C"]: ...
+
+
+class RouteFn(Protocol):
+    """The choice of `Router.forward` in a fast form: weights and ids."""
+
+    def __call__(self, logits: Float[Tensor, "T E"], router: Any) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
     """The operations whose result can depend on the shape they run in, or that have a fast twin.
 
-    Those with a default are over stored matrices and come in three forms, see `plain_forms.py`.
+    Those over stored matrices come in three forms, see `plain_forms.py`. Those that are None by default stand in for what a module
+    computes itself.
     """
 
     matmul: MatmulFn
@@ -137,6 +166,12 @@ class Ops:
     grouped_linear: GroupedLinearFn = plain_forms.grouped_linear
     experts: ExpertsFn = plain_forms.experts
     combine: CombineFn = plain_forms.combine
+    float32_linear: Float32LinearFn | None = None
+    hyper_mix: HyperMixFn | None = None
+    index_scores: IndexScoresFn | None = None
+    route: RouteFn | None = None
+    # Padding rows visit no experts, which the plain forms cannot skip.
+    skips_padding: bool = False
     # The weights are repacked for the kernels when the model has been loaded.
     packs_weights: bool = False
     # Shapes may not depend on values: experts are gathered for each token instead of visited one by one.
@@ -187,7 +222,13 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         grouped_linear=triton_forms.grouped_linear,
         experts=triton_forms.experts,
         combine=triton_forms.combine,
+        attend=triton_forms.attend,
+        float32_linear=triton_forms.float32_linear,
+        hyper_mix=triton_forms.hyper_mix,
+        index_scores=triton_forms.index_scores,
+        route=triton_forms.route,
         packs_weights=True,
+        skips_padding=True,
     )
 
 

@@ -5,7 +5,7 @@ as it is, and the log says why.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,12 +16,18 @@ from deepinfer.model.linear import Linear, StoredMatrix
 from deepinfer.model.moe import Experts, SharedExpert
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.triton_kernels.packing import (
+    CHECKPOINT_ORDER,
+    FP4_ROWS,
+    FP8_CHANNELS,
+    FP8_ROWS,
     LARGEST_HIDDEN,
+    OPERAND_ORDER,
     PackedMatrix,
     fp4_obstacle,
     fp8_obstacle,
     hidden_bound,
     interleave_rows,
+    layout_for,
     pack_fp4,
     pack_fp8,
     separate_rows,
@@ -92,37 +98,84 @@ class PackedFP4(nn.Module):
         return separate_rows(weight)[self.place], separate_rows(scale)[self.place]
 
 
-def pack_model(model: Transformer) -> int:
-    """Pack every matrix that the kernels can read. Mutates `model`; returns how many matrices stayed as they were.
+def pack_model(model: Transformer, layout: str | None = None) -> int:
+    """Bring every matrix into the layout that the device's kernels read. Mutates `model`; returns how many parts were refused.
 
-    Only `native` has kernels; in other precisions nothing is packed and nothing counts.
+    Only `native` has kernels; in other precisions nothing changes and nothing counts.
+
+    Args:
+        layout: of `packing.LAYOUTS`; by default the one for the model's device. In the checkpoint's layout only wo_a is packed,
+            whose activations are not quantised.
     """
     if not model.numerics.precision.quantize_activations:
         return 0
+    if layout is None:
+        device = model.device
+        layout = layout_for(torch.cuda.get_device_capability(device)) if device.type == "cuda" else OPERAND_ORDER
     refused = 0
-    for name, module in model.named_modules():
-        reasons: list[str | None] = []
-        if isinstance(module, Attention):
-            reasons = [pack_linears([module.wo_a], bf16=True), pack_linears([module.wq_a, module.wkv])]
-        elif isinstance(module, SharedExpert):
-            reasons = [pack_linears([module.w1, module.w3])]
-        elif isinstance(module, Experts):
-            reasons = [pack_experts(module)]
-        elif isinstance(module, Linear) and module.packed is None and not name.endswith((".wo_a", ".wq_a", ".wkv", ".w1", ".w3")):
-            reasons = [pack_linears([module])]
-        for reason in filter(None, reasons):
+    for name, reason in _arrange(model, in_place=layout == CHECKPOINT_ORDER):
+        if reason is not None:
             refused += 1
             logger.info("%s stays in its checkpoint layout: %s", name, reason)
     return refused
 
 
-def pack_linears(matrices: Sequence[StoredMatrix], bf16: bool = False) -> str | None:
+def _arrange(model: Transformer, in_place: bool) -> Iterator[tuple[str, str | None]]:
+    """Pack, or with `in_place` mark, each part of the model; its name, and why that could not be done, or None."""
+    linears = mark_linears if in_place else pack_linears
+    done: set[StoredMatrix] = set()
+    # Containers come before what they contain, so that matrices of one input are packed together.
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            yield name, pack_linears([module.wo_a], module.config.o_groups)
+            yield name, linears([module.wq_a, module.wkv])
+            done |= {module.wo_a, module.wq_a, module.wkv}
+        elif isinstance(module, SharedExpert):
+            yield name, linears([module.w1, module.w3])
+            done |= {module.w1, module.w3}
+        elif isinstance(module, Experts):
+            yield name, mark_experts(module) if in_place else pack_experts(module)
+        elif isinstance(module, Linear) and module not in done:
+            yield name, linears([module])
+
+
+def mark_linears(matrices: Sequence[StoredMatrix]) -> str | None:
+    """Give FP8 matrices to the block-scaled kernel as they are. Returns: why not, or None."""
+    quantized = [matrix for matrix in matrices if matrix.fmt == "fp8"]
+    for matrix in quantized:
+        if matrix.in_features % FP8_CHANNELS:
+            return f"its {matrix.in_features} channels are not a multiple of {FP8_CHANNELS}"
+    for matrix in quantized:
+        matrix.block_scaled = True
+    return None
+
+
+def mark_experts(stack: Experts) -> str | None:
+    """The same for a stack of FP4 experts, whose rows must fill the kernel's tiles."""
+    if stack.w1.fmt != "fp4" or not stack.expert_ids:
+        return None
+    d, f = stack.w1.in_features, stack.w1.out_features
+    if d % FP4_ROWS or f % FP4_ROWS:
+        return f"its sizes {d} and {f} are not multiples of {FP4_ROWS}"
+    if stack.swiglu_limit <= 0:
+        return "its kernels clamp, and swiglu_limit says not to"
+    for matrix in (stack.w1, stack.w2, stack.w3):
+        matrix.block_scaled = True
+    return None
+
+
+def pack_linears(matrices: Sequence[StoredMatrix], groups: int = 0) -> str | None:
     """Pack FP8 matrices that share an input as one, each also a part of it; bf16 matrices are left alone.
 
+    Args:
+        groups: if not 0, the matrix is for `forward_groups`, whose activations are not rounded.
     Returns: why they cannot be packed, or None. Mutates the matrices unless there is a reason.
     """
     if any(matrix.fmt != "fp8" for matrix in matrices):
         return None
+    bf16 = groups > 0
+    if bf16 and matrices[0].out_features // groups % FP8_ROWS:
+        return f"its groups have {matrices[0].out_features // groups} rows, not a multiple of {FP8_ROWS}"
     for matrix in matrices:
         if reason := fp8_obstacle(matrix.weight, matrix.scale, bf16):
             return reason

@@ -37,7 +37,10 @@ class Router(Float32Linear):
         self.bias = nn.Parameter(torch.empty(moe.n_routed_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "T D"]) -> RouterOutput:  # type: ignore[override]
-        scores = self.numerics.ops.pointwise(sqrt_softplus, super().forward(x))
+        logits = super().forward(x)
+        if (fast := self.numerics.ops.route) is not None:
+            return RouterOutput(*fast(logits, self))
+        scores = self.numerics.ops.pointwise(sqrt_softplus, logits)
         _, ids = topk_stable(scores + self.bias, self.moe.n_activated_experts)
         weights = scores.gather(1, ids)
         # A single expert keeps its raw score.

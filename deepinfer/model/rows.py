@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepinfer.dims import Float, Int, Tensor
+from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.errors import ShapeError
 
 TRASH_SLOT = 0  # ring slot and cache block that padding rows write to; nothing reads them
@@ -29,6 +29,8 @@ class Rows:
         slots: ring slot of each sequence.
         block_tables: cache blocks of each sequence, in position order; unused places hold the trash block.
         block_size: tokens in a cache block.
+        window_starts: first position of each sequence whose window rows exist, where a replay began; None: all begin at 0.
+        write_floors: position of each sequence below which entries and pending groups stay as they are stored; None: 0.
         context: if other ranks run other rows of the same sequence in the same forward.
     """
 
@@ -40,6 +42,8 @@ class Rows:
     slots: Int[Tensor, " B"]
     block_tables: Int[Tensor, "B blocks"]
     block_size: int
+    window_starts: Int[Tensor, " B"] | None = None
+    write_floors: Int[Tensor, " B"] | None = None
     context: "ContextExchange | None" = None
 
     @property
@@ -51,6 +55,15 @@ class Rows:
     def row_slots(self) -> Int[Tensor, " T"]:
         """Ring slot of each row."""
         return self.slots[self.seq_ids]
+
+    @property
+    def first_keys(self) -> Int[Tensor, " T"] | None:
+        """First position that the window of each row may hold; None: 0."""
+        return None if self.window_starts is None else self.window_starts[self.seq_ids]
+
+    def keep_new(self, is_new: Bool[Tensor, " T"]) -> Bool[Tensor, " T"]:
+        """`is_new` without the rows that only replay: what those would write is stored already, and better."""
+        return is_new if self.write_floors is None else is_new & (self.positions >= self.write_floors[self.seq_ids])
 
 
 class ContextExchange(Protocol):

@@ -22,14 +22,16 @@ from deepinfer.model.linear import Float32Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.rope import RotaryEmbedding
-from deepinfer.model.rows import Rows, pack_rows
+from deepinfer.model.rows import TRASH_SLOT, Rows, pack_rows
+from deepinfer.model.tail import Tail, first_decoder_layer
 
 WHOLE_SEQUENCE_BLOCK = 64
 
 
 class Hidden(NamedTuple):
-    """What one forward leaves behind for its rows."""
+    """What one forward leaves behind for its rows, or for its tail."""
 
+    rows: Rows  # the rows that it is about
     final: Float[Tensor, "T D"]  # collapsed streams before the final norm
     main_hidden: Float[Tensor, "T nD"] | None  # features for the draft blocks, if the model has any
 
@@ -67,25 +69,38 @@ class Transformer(nn.Module):
         """An empty cache that fits this model."""
         return ModelCache(self.config, self.numerics.precision, sizes, self.device)
 
-    def forward_rows(self, rows: Rows, cache: ModelCache) -> Hidden:
-        """Run packed rows through the backbone. Mutates `cache`; logits are a separate step, for the rows that need them."""
+    def forward_rows(self, rows: Rows, cache: ModelCache, tail: Tail | None = None) -> Hidden:
+        """Run packed rows through the backbone. Mutates `cache`; logits are a separate step, for the rows that need them.
+
+        With a `tail`, only its rows go on behind the last KV source.
+        """
         config = self.config
         rope = self.rope(rows.positions)
         window = self.token_window(rows, cache) if config.engram.layer_ids else None
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
-        streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1)
+        streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1).contiguous()
         pre_mix = first_stream(streams)
-        shared, features = Shared(), []
+        is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding else None
+        shared = Shared()
+        features: list[Tensor] = []
         # A model cut to its first layers keeps the ids, but has no draft blocks.
         targets = config.draft.target_layer_ids if config.draft.n_layers else ()
         for index, layer in enumerate(cast(list[Layer], list(self.layers))):
+            if tail is not None and index == first_decoder_layer(config):
+                kept = tail.row_ids
+                rows, shared = tail.of_rows(rows), tail.of_shared(shared)
+                rope, window = self.rope(rows.positions), None if window is None else window[kept]
+                streams, pre_mix, features = streams[kept], pre_mix[kept], [feature[kept] for feature in features]
+                is_padding = None if is_padding is None else is_padding[kept]
+                if not kept.shape[0]:
+                    break
             if layer.engram is not None:
                 streams = layer.engram(streams, window, self.token_window.pad)
             if index in targets:
                 # The block's input, with its Engram, not its output.
                 features.append(streams.float().mean(dim=1).to(streams.dtype))
-            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index])
-        return Hidden(collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
+            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding)
+        return Hidden(rows, collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
     def forward_without_rows(self) -> None:
         """The part of a forward that other processes wait for when this one has no rows: each layer's exchange of experts."""

@@ -1,12 +1,21 @@
 """What quantised matrices do, by the Triton kernels of `ops/triton_kernels`, over weights that `packed_weights.py` has packed.
 
+On devices that multiply block-scaled codes themselves, matrices stay as they are and go through `block_scaled_forms.py`.
 A matrix that could not be packed, and every precision but `native`, goes through the forms for a compiler instead.
 """
 
 from typing import TYPE_CHECKING
 
-from deepinfer.dims import Float, Int, Tensor
-from deepinfer.model import inductor_forms
+import torch.nn.functional as F
+
+from deepinfer.dims import Bool, Float, Int, Tensor
+from deepinfer.model import block_scaled_forms, inductor_forms
+from deepinfer.ops.attend import attend as plain_attend
+from deepinfer.ops.triton_kernels import attention
+from deepinfer.ops.triton_kernels import float32_linear as float32
+from deepinfer.ops.triton_kernels import hyper_mix as mixing
+from deepinfer.ops.triton_kernels import index_scores as index
+from deepinfer.ops.triton_kernels import route as routing
 from deepinfer.ops.triton_kernels.fp4_experts import fp4_experts
 from deepinfer.ops.triton_kernels.fp8_linear import fp8_linear, fp8_linear_bf16
 from deepinfer.ops.triton_kernels.packing import WGMMA, permute_channels
@@ -14,13 +23,23 @@ from deepinfer.ops.triton_kernels.quantize import quantize_activations
 from deepinfer.ops.triton_kernels.routing import combine_experts
 
 if TYPE_CHECKING:
-    from deepinfer.model.linear import StoredMatrix
+    from deepinfer.model.cache import EntryPool
+    from deepinfer.model.hyper_connection import HyperConnection
+    from deepinfer.model.linear import Float32Linear, StoredMatrix
     from deepinfer.model.moe import Experts
     from deepinfer.model.numerics import Numerics
+    from deepinfer.model.router import Router
+    from deepinfer.model.rows import Rows
+
+LEAST_WIDTH = 16  # of an operand of a tensor core
 
 
 def linear(x: Float[Tensor, "T K"], matrix: "StoredMatrix", numerics: "Numerics") -> Float[Tensor, "T N"]:
-    """Quantise, then one product."""
+    """Quantise, then one product. bfloat16 weights have the product of `float32_linear`."""
+    if matrix.fmt == "bf16" and matrix.expanded is None:
+        return float32.float32_linear(x, matrix.weight).to(x.dtype)
+    if matrix.block_scaled:
+        return block_scaled_forms.linear(x, matrix)
     if matrix.packed is None:
         return inductor_forms.linear(x, matrix, numerics)
     return fp8_linear(*quantize_activations(x, WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals)
@@ -50,12 +69,59 @@ def experts(
     x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"], stack: "Experts"
 ) -> Float[Tensor, "T K D"]:
     """Three launches for all pairs."""
+    if stack.w2.block_scaled:
+        return block_scaled_forms.experts(x, weights, ids, stack)
     if stack.w2.packed is None or stack.w1.packed is None:
         return inductor_forms.experts(x, weights, ids, stack)
     up, down = stack.w1.packed.tensors(), stack.w2.packed.tensors()
-    return fp4_experts(x, stack.local_ids(ids), weights, *up, *down, stack.swiglu_limit, stack.holds_all)
+    # Padding rows have no expert, so that not every pair is computed.
+    return fp4_experts(x, stack.local_ids(ids), weights, *up, *down, stack.swiglu_limit, False)
 
 
 def combine(outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]:
     """One launch."""
     return combine_experts(outputs, ids)
+
+
+def attend(
+    q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T S Dh"], visible: Bool[Tensor, "T S"], sink: Float[Tensor, " H"], scale: float
+) -> Float[Tensor, "T H Dh"]:
+    """Chunks of the list in parallel; the plain form for channels that no kernel takes."""
+    if not _is_tile(q.shape[2]):
+        return plain_attend(q, kv, visible, sink, scale)
+    return attention.attend(q, kv, visible, sink, scale)
+
+
+def float32_linear(x: Float[Tensor, "T K"], matrix: "Float32Linear", numerics: "Numerics") -> Float[Tensor, "T N"]:
+    """bfloat16 weights as they are stored."""
+    if matrix.fmt != "bf16" or matrix.expanded is not None:
+        return matrix.plain(x)
+    return float32.float32_linear(x, matrix.weight)
+
+
+def hyper_mix(
+    streams: Float[Tensor, "T M D"], hyper: "HyperConnection"
+) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"], Float[Tensor, "T M M"]]:
+    """Two launches."""
+    c = hyper.config
+    return mixing.hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, hyper.norm_eps, c.eps, c.sinkhorn_iters)
+
+
+def route(logits: Float[Tensor, "T E"], router: "Router") -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:
+    """One launch."""
+    return routing.route(logits, router.bias, router.moe.n_activated_experts, router.moe.route_scale)
+
+
+def index_scores(
+    q: Float[Tensor, "T Hi Di"], weights: Float[Tensor, "T Hi"], pool: "EntryPool", rows: "Rows", n_visible: Int[Tensor, " T"]
+) -> Float[Tensor, "T C"]:
+    """One launch over the paged keys. Heads are padded to a tile: one of weight 0 adds nothing."""
+    missing = -q.shape[1] % LEAST_WIDTH
+    if missing:
+        q, weights = F.pad(q, (0, 0, 0, missing)), F.pad(weights, (0, missing))
+    per_block = rows.block_size // pool.ratio
+    return index.index_scores(q, weights, pool.index_keys, rows.block_tables, rows.seq_ids, n_visible, per_block)
+
+
+def _is_tile(width: int) -> bool:
+    return width >= LEAST_WIDTH and width & (width - 1) == 0

@@ -10,6 +10,7 @@ from deepinfer.ops.noise import TARGET, gumbel
 from deepinfer.ops.select import NEG_INF, topk_stable
 
 MIN_TEMPERATURE = 1e-5
+STAGE_SIZES = (512, 256, 128)
 
 
 def filter_logits(
@@ -65,12 +66,22 @@ def sample(
 
     `any_random` and `any_filter` are host knowledge that spares the work when no row needs it; they do not change a row's token.
     """
-    best = logits.argmax(dim=-1)
+    best = first_largest(logits)
     if not any_random:
         return best
     warped = warp(logits, temperature, top_k, top_p, min_p, any_filter=any_filter)
-    drawn = (warped + gumbel(seeds, positions, logits.shape[1], role)).argmax(dim=-1)
+    drawn = first_largest(warped + gumbel(seeds, positions, logits.shape[1], role))
     return torch.where(temperature > 0, drawn, best)
+
+
+def first_largest(x: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """`argmax` over the vocabulary, the lower id among equals; in two stages, so that one row keeps a device busy."""
+    size = next((size for size in STAGE_SIZES if x.shape[1] % size == 0 and x.shape[1] > size), None)
+    if x.device.type == "cpu" or size is None:
+        return x.argmax(dim=-1)
+    values, ids = x.unflatten(1, (-1, size)).max(dim=-1)
+    stage = values.argmax(dim=-1, keepdim=True)
+    return (stage * size + ids.gather(1, stage)).squeeze(1)
 
 
 def log_distribution(

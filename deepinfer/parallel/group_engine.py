@@ -19,7 +19,7 @@ from deepinfer.errors import AgreementError, ConfigError, DeepInferError, StepEr
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.parallel.agreement import StepAgreement
-from deepinfer.parallel.config import ParallelConfig
+from deepinfer.parallel.config import Role
 from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_loop import GroupLoop
 from deepinfer.parallel.placement import place_evenly
@@ -129,7 +129,7 @@ def open_core(
     model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device, balance: ExpertBalance | None
 ) -> EngineCore:
     """The core of an engine, alone or in a group. Raises ConfigError for a group that nobody has joined."""
-    check_supported(config.parallel)
+    check_supported(config)
     if balance is not None:
         return GroupEngineCore(model, tokenizer, config, device, balance)
     if config.parallel.ep_size > 1:
@@ -137,8 +137,14 @@ def open_core(
     return EngineCore(model, tokenizer, config, device)
 
 
-def check_supported(parallel: ParallelConfig) -> None:
-    """Raise ConfigError for what only exists at the module level."""
+def check_supported(config: EngineConfig) -> None:
+    """Raise ConfigError for what does not go together with several ranks or with a role."""
+    parallel = config.parallel
+    is_alone = parallel.ep_size == 1 and parallel.role == Role.NORMAL
+    if not is_alone and (config.enable_prefix_caching or config.replay != "full"):
+        raise ConfigError("enable_prefix_caching and replay need a single process of role normal: a prefill must be withdrawable")
+    if parallel.ep_size > 1 and (config.compile is True or config.kernels not in ("auto", "plain")):
+        raise ConfigError(f"kernels = {config.kernels!r}, compile = {config.compile}: several ranks run the plain operations")
     if parallel.cp_size > 1:
         raise ConfigError(
             f"ParallelConfig.cp_size = {parallel.cp_size}: an engine takes 1; see deepinfer.parallel.context_parallel"
@@ -160,10 +166,9 @@ def load_share(folder: Path, config: EngineConfig, device: torch.device) -> tupl
     Raises: ConfigError if the model or the setting does not fit the group; what loading raises.
     """
     parallel = config.parallel
-    if parallel.cp_size > 1:
-        raise ConfigError(
-            f"ParallelConfig.cp_size = {parallel.cp_size}: an engine takes 1; see deepinfer.parallel.context_parallel"
-        )
+    check_supported(config)
+    if config.batch_invariant and device.type != "cpu":
+        raise ConfigError(f"EngineConfig.batch_invariant = True: on several ranks proven on the CPU only, the device is {device}")
     model_config = load_config(folder)
     num_slots = parallel.slots_per_rank(model_config.moe.n_routed_experts) * parallel.ep_size
     placement = place_evenly(model_config.n_layers, model_config.moe.n_routed_experts, num_slots, parallel.ep_size)

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from deepinfer.errors import AgreementError
@@ -90,6 +91,7 @@ class FakeWorker:
 
     def __init__(self, ends_at: dict[str, int | None]) -> None:
         self.device, self.ends_at, self.num_drafts = InlineDevice(), ends_at, 0
+        self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=0))  # for masks, of which there are none
         self.kinds: list[StepKind] = []
 
     def submit_forward(self, plan: SchedulerOutputs, previous: _State | None) -> _State:

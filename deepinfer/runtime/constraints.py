@@ -17,6 +17,7 @@ from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.ops.bad_words import ANYTHING, NO_TOKEN, completed_tokens
 from deepinfer.ops.penalize import add_counts, penalize
 from deepinfer.ops.select import NEG_INF
+from deepinfer.runtime.grammar_masks import unpack
 from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.staging import move_record
@@ -216,13 +217,13 @@ class SamplerInputs:
 
     Attributes:
         allowed: tokens that may be drawn for each group behind its confirmed tokens and behind each of its drafts, whether or
-            not they get a row. None if every row may draw every token.
+            not they get a row. Packed: bit i of byte j is token 8 j + i. None if every row may draw every token.
         constraints: changes to the logits, in the order in which they are made.
         forced: for each group the tokens that are drawn next whatever the logits say, `NO_TOKEN` behind them; the last column
             stands for everything beyond.
     """
 
-    allowed: Bool[Tensor, "S Q V"] | None = None
+    allowed: Int[Tensor, "S Q W"] | None = None
     constraints: tuple[Constraint, ...] = ()
     forced: Int[Tensor, "S F"] | None = None
 
@@ -237,7 +238,9 @@ class SamplerInputs:
 
     def mask(self, logits: Float[Tensor, "R V"], group: Int[Tensor, " R"], place: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
         """The logits without those of tokens that their row may not draw: row `place` of sampling group `group`."""
-        return logits if self.allowed is None else logits.masked_fill(~self.allowed[group, place], NEG_INF)
+        if self.allowed is None:
+            return logits
+        return logits.masked_fill(~unpack(self.allowed[group, place], logits.shape[1]), NEG_INF)
 
     def constrain(self, logits: Float[Tensor, "n V"], texts: Continuations) -> Float[Tensor, "n V"]:
         """The logits that tokens are drawn from; where a token is forced, it alone."""

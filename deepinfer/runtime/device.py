@@ -16,6 +16,7 @@ import torch
 
 COMPUTE, COPY = "compute", "copy"  # stream names: the model and the sampler; device-to-host copies
 MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 WARM_UP_RUNS = 2  # before a capture, so that lazy initialisation is over
 POLL_S = 2e-5  # between two looks at an event; each look yields to other coroutines
 
@@ -51,6 +52,10 @@ class Device(Protocol):
 
     def synchronize(self, event: Event) -> None:
         """Block the host until the event has passed."""
+        ...
+
+    def close(self) -> None:
+        """Give back what libraries keep for the thread that used the device."""
         ...
 
     def capture(self, fn: Thunk) -> Thunk:
@@ -91,6 +96,9 @@ class InlineDevice:
     def synchronize(self, event: Event) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def capture(self, fn: Thunk) -> Thunk:
         return fn
 
@@ -102,6 +110,7 @@ class AcceleratorDevice:
         self.torch_device = torch_device
         self.checks_accesses, self.can_capture = False, torch_device.type == "cuda"
         self._copy = torch.Stream(torch_device)
+        self._graph_memory: Any = None
 
     def _stream(self, name: str) -> torch.Stream:
         return torch.accelerator.current_stream(self.torch_device) if name == COMPUTE else self._copy
@@ -122,6 +131,12 @@ class AcceleratorDevice:
     def synchronize(self, event: Any) -> None:
         event.synchronize()
 
+    def close(self) -> None:
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+            # One workspace for each thread and stream that multiplied; nothing else returns it.
+            torch._C._cuda_clearCublasWorkspaces()
+
     def capture(self, fn: Thunk) -> Thunk:
         if not self.can_capture:
             return fn
@@ -132,8 +147,10 @@ class AcceleratorDevice:
                 fn()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        # Graphs never run at the same time, so they share their working memory.
+        self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
         # Other threads may call into the driver meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             fn()
         return graph.replay
 
@@ -143,11 +160,20 @@ def open_device(torch_device: torch.device) -> Device:
     return InlineDevice(torch_device) if torch_device.type == "cpu" else AcceleratorDevice(torch_device)
 
 
+def _container_memory_bytes() -> int:
+    """What a container's limit leaves; without a limit more than any machine has."""
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no control group, or the word "max"
+        return 2**62
+    return max(limit - used, 0)
+
+
 def free_memory_bytes(torch_device: torch.device) -> int:
     """Memory that can still be allocated on the device."""
     if torch_device.type == "cpu":
         # Linux counts memory that only caches files as available; SC_AVPHYS_PAGES leaves it out.
         if MEMINFO.exists() and (found := re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)):
-            return int(found.group(1)) * 1024
+            return min(int(found.group(1)) * 1024, _container_memory_bytes())
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(torch.get_device_module(torch_device).mem_get_info(torch_device)[0])

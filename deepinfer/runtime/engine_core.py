@@ -6,11 +6,15 @@ Everything here runs on one event loop; `LLMEngine` is the door from other threa
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
 
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, StepError
+from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, NothingToDraw, StepError
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
@@ -21,9 +25,13 @@ from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
+from deepinfer.runtime.prefix_cache import PrefixCache
+from deepinfer.runtime.prefix_file import load_prefixes, save_prefixes
+from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_host_blocks, num_ring_snapshots, replay_policy
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
+from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
@@ -40,6 +48,7 @@ class EngineStats:
         steps: steps applied.
         drafted_tokens: drafts proposed.
         verified_by_position, accepted_by_position: drafts that got a row, and those that stood, by their place in a proposal.
+        cached_tokens, replayed_tokens: tokens whose entries came from the prefix cache, and those of them that ran again.
         tokens_per_step: tokens that a sequence gained, on average, from a step that could verify drafts of it.
     """
 
@@ -58,6 +67,8 @@ class EngineStats:
     verified_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
     tokens_per_step: float
+    cached_tokens: int
+    replayed_tokens: int
 
 
 class EngineCore:
@@ -69,11 +80,14 @@ class EngineCore:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device) -> None:
         self.config = config
         self.limits = _limits(model, config, device)
-        self.worker = _open_worker(model, self.limits, device, decode_buckets(model, config, device), config.spec_verification)
+        self.worker = _open_worker(model, self.limits, device, config)
         is_speculative = self.limits.num_speculative_tokens > 0
-        self.outputs = OutputProcessor(tokenizer, model.numerics.precision.name, time.monotonic, is_speculative)
+        precision = model.numerics.precision.name
+        self.outputs = OutputProcessor(tokenizer, precision, time.monotonic, is_speculative, config.replay)
         self.arrivals, self.exports = Arrivals(), Exports(self.worker)
         self.steps = self.generated_tokens = 0
+        self._replay_policy = replay_policy(model, config)
+        self._cache_names = cache_names(model, config)
         self._next_seq_id = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -83,7 +97,8 @@ class EngineCore:
 
     def _reset(self) -> None:
         drafts = self.limits.num_speculative_tokens
-        self.scheduler = Scheduler(self.limits, DraftBudget(drafts) if drafts and self.config.adaptive_verification else None)
+        budget = DraftBudget(drafts) if drafts and self.config.adaptive_verification else None
+        self.scheduler = Scheduler(self.limits, budget, self._replay_policy, self._cache_names)
         if self.config.parallel.role == Role.PREFILL:
             self.scheduler.on_finish = self.exports.keep_cache
         self.loop = self._open_loop()
@@ -96,10 +111,23 @@ class EngineCore:
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
         if self.config.parallel.role == Role.PREFILL:
             self.exports.keep_states(events)
+        for event in events:
+            if event.result.failure is not None:
+                self._end_failed(event.sequence.request, event.result.failure)
         self.outputs.process(events)
+
+    def _end_failed(self, request: Request, failure: str) -> None:
+        """End all completions of a request of which one cannot go on; the others' steps in flight become stale."""
+        live = self.outputs.live.pop(request.request_id, None)
+        if live is not None:
+            for sequence in live.sequences:
+                self.scheduler.abort(sequence)
+            live.on_error(NothingToDraw(f"request {request.request_id}: {failure}"))
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
+        if self.worker.decode_buckets:
+            warm_up(self.worker)
         while not self._is_closing:
             if not self.loop.has_work and not self.arrivals:
                 self._idle.set()
@@ -168,8 +196,13 @@ class EngineCore:
         for index in range(request.params.n):
             self._next_seq_id += 1
             sequences.append(Sequence.open(request, index, self._next_seq_id, self.outputs.tokenizer))
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        # Whoever wants something of every row has to compute every row.
+        can_fork = self.config.parallel.ep_size == 1 and len(request.prompt_token_ids) > 1
+        if can_fork and not request.params.returns_features:
+            self.scheduler.add(sequences[0], sequences[1:])
+        else:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
 
@@ -207,6 +240,26 @@ class EngineCore:
             self._wake.set()
             await self._idle.wait()
 
+    async def save_prefixes(self, path: Path) -> int:
+        """Write the stored prefixes once nothing runs; returns tokens. Raises: ConfigError with caching off, PrefixFileError."""
+        await self.flush()
+        return save_prefixes(path, self._prefix_cache(), self.worker.cache)
+
+    async def load_prefixes(self, path: Path) -> int:
+        """Take in stored prefixes once nothing runs; returns tokens. Raises: ConfigError with caching off, PrefixFileError."""
+        await self.flush()
+        self.scheduler.recovery.drop_offloads()
+        blocks, slots = self.scheduler.blocks, self.scheduler.slots
+        cache = self._prefix_cache()
+        assert isinstance(blocks, SharedIdPool)
+        assert isinstance(slots, SharedIdPool)
+        return load_prefixes(path, cache, blocks, slots, self.worker.cache)
+
+    def _prefix_cache(self) -> PrefixCache:
+        if self.scheduler.recovery.cache is None:
+            raise ConfigError("EngineConfig.enable_prefix_caching = False: there are no stored prefixes; set it to True")
+        return self.scheduler.recovery.cache
+
     def close(self) -> None:
         """Ask the loop to stop before its next step."""
         self._is_closing = True
@@ -231,6 +284,8 @@ class EngineCore:
             verified_by_position=tuple(counters.verified_at),
             accepted_by_position=tuple(counters.accepted_at),
             tokens_per_step=1 + counters.accepted / max(counters.verify_steps, 1),
+            cached_tokens=self.scheduler.recovery.counters.cached_tokens,
+            replayed_tokens=self.scheduler.recovery.counters.replayed_tokens,
         )
 
 
@@ -257,6 +312,7 @@ def _limits(model: Transformer, config: EngineConfig, device: Device) -> Schedul
         block_size=config.block_size,
         num_blocks=num_blocks,
         num_speculative_tokens=num_drafts(model, config),
+        num_ring_snapshots=num_ring_snapshots(config),
     )
 
 
@@ -267,6 +323,20 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
     if config.num_speculative_tokens > most:
         raise ConfigError(f"EngineConfig.num_speculative_tokens = {config.num_speculative_tokens}: the model drafts at most {most}")
     return config.num_speculative_tokens
+
+
+def warm_up(worker: Worker) -> None:
+    """Compile and capture before the first request, with a bar that says what is being done."""
+    count = len(worker.decode_buckets) * (3 if worker.num_drafts else 1) + 1
+    with tqdm(total=count, unit="shape", desc="warming up") as bar:
+
+        @contextmanager
+        def progress(what: str) -> Iterator[None]:
+            bar.set_postfix_str(what)
+            yield
+            bar.update()
+
+        worker.warm_up(progress)
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
@@ -283,15 +353,13 @@ def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> 
     return tuple(1 << i for i in range((config.max_num_seqs - 1).bit_length() + 1))
 
 
-def _open_worker(
-    model: Transformer, limits: SchedulerLimits, device: Device, buckets: tuple[int, ...], verification: str
-) -> Worker:
-    drafts = limits.num_speculative_tokens
+def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device, config: EngineConfig) -> Worker:
+    drafts, buckets = limits.num_speculative_tokens, decode_buckets(model, config, device)
     sizes = CacheSizes(
-        num_slots=limits.max_num_seqs + 1, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=drafts
+        num_slots=limits.num_slots, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=max_backtrack(limits)
     )
     try:
-        return Worker(model, sizes, device, buckets, drafts, verification)
+        return Worker(model, sizes, device, buckets, drafts, config.spec_verification, num_host_blocks(config))
     # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
     except RuntimeError as error:
         raise CapacityError(

@@ -96,6 +96,9 @@ class FuzzDevice:
         while not event.query():
             pass
 
+    def close(self) -> None:
+        pass
+
     def capture(self, fn: Thunk) -> Thunk:
         return fn
 

@@ -9,9 +9,11 @@ for N's tokens, applies them, and submits the sampler of N + 1, whose masks are 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from deepinfer.runtime.constraints import SamplerInputs, build_sampler_inputs
 from deepinfer.runtime.device import wait_for
+from deepinfer.runtime.grammar_masks import build_masks, looks_at_drafts
 from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.step_state import WorkerStepState
@@ -60,8 +62,9 @@ class StepLoop:
         plan = self._schedule()
         if plan is None:
             return False
+        before = self.newest
         state = self._submit(plan)
-        self.worker.submit_sampler(state, self._sampler_inputs(plan))
+        self.worker.submit_sampler(state, await self._sampler_inputs(plan, before))
         self._tell(await self._commit(state))
         return True
 
@@ -69,12 +72,13 @@ class StepLoop:
         plan = self._schedule()
         if plan is None and self.previous is None:
             return False
+        before = self.newest
         state = None if plan is None else self._submit(plan)
         previous, self.previous = self.previous, state
         events = await self.pre_sampler_sync(previous)
         try:
             if state is not None:
-                self.worker.submit_sampler(state, self._sampler_inputs(state.plan))
+                self.worker.submit_sampler(state, await self._sampler_inputs(state.plan, before))
         finally:
             # The device has everything it needs; what is left runs beside it. A step that fails does not take back the last.
             if previous is not None:
@@ -97,9 +101,23 @@ class StepLoop:
             self.newest = self.worker.submit_forward(plan, self.newest)
             return self.newest
 
-    def _sampler_inputs(self, plan: SchedulerOutputs) -> SamplerInputs:
-        """What the next sampler may draw, from confirmed tokens; nothing but `plan` may be in flight."""
-        return build_sampler_inputs(plan, self.scheduler.planned(plan), self.worker.num_drafts)
+    async def _sampler_inputs(self, plan: SchedulerOutputs, before: WorkerStepState | None) -> SamplerInputs:
+        """What the next sampler may draw, from confirmed tokens; nothing but `plan` may be in flight.
+
+        `before` is the step planned before it, whose drafts it feeds.
+        """
+        drafts: list[list[int]] = []
+        if looks_at_drafts(plan):
+            assert before is not None
+            assert before.box.drafts_copied is not None
+            with self.span("wait"):
+                await wait_for(self.worker.device, before.box.drafts_copied)
+            drafts = self.worker.drafts(before)
+        with self.span("constrain"):
+            sequences = self.scheduler.planned(plan)
+            inputs = build_sampler_inputs(plan, sequences, self.worker.num_drafts)
+            masks = build_masks(plan, sequences, drafts, self.worker.model.config.vocab_size)
+            return inputs if masks is None else replace(inputs, allowed=masks)
 
     async def _commit(self, state: WorkerStepState) -> list[SequenceEvent]:
         """Wait for a step's tokens and apply them."""

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.errors import DeepInferError
-from deepinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from deepinfer.outputs import CompletionOutput, Logprob, ReplayMode, RequestMetrics, RequestOutput
 from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import SequenceEvent
@@ -40,6 +43,7 @@ class LiveRequest:
     on_output: Callable[[RequestOutput], None]
     on_error: Callable[[DeepInferError], None]
     first_token_s: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -53,8 +57,16 @@ class LiveRequest:
 class OutputProcessor:
     """Turns events into outputs; holds one `LiveRequest` for each unfinished request."""
 
-    def __init__(self, tokenizer: Tokenizer, precision: str, clock: Callable[[], float], is_speculative: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        precision: str,
+        clock: Callable[[], float],
+        is_speculative: bool = False,
+        replay_mode: ReplayMode = "full",
+    ) -> None:
         self.tokenizer, self.precision, self.clock, self.is_speculative = tokenizer, precision, clock, is_speculative
+        self.replay_mode: ReplayMode = replay_mode
         self.live: dict[str, LiveRequest] = {}
 
     def open(
@@ -98,8 +110,10 @@ class OutputProcessor:
         if sequence.stop_strings is not None:
             completion.text = sequence.stop_strings.shown
         else:
-            # The token that ended the text is no part of it, even where special tokens are shown.
-            hides_last = sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
+            # A stop id that ended the text is no part of it, even where special tokens are shown. A complete grammar needs none.
+            request = sequence.request
+            ended_by_id = sequence.finish_reason == "stop" and kept[-1] in request.stop_token_ids
+            hides_last = ended_by_id and not request.params.include_stop_str_in_output
             for token in kept[:-1] if hides_last else kept:
                 completion.text += completion.detokenizer.push(token)
         for token, around in zip(kept, result.logprobs or (), strict=False):
@@ -112,6 +126,17 @@ class OutputProcessor:
             entries.setdefault(other, Logprob(value, rank, self.tokenizer.decode([other], skip_special_tokens=False)))
         return entries
 
+    def _prompt_logprobs(self, live: LiveRequest) -> list[dict[int, Logprob] | None] | None:
+        """As far as they are known; the first completion's steps score the prompt for all."""
+        request = live.request
+        if request.params.prompt_logprobs is None:
+            return None
+        known = live.prompt_logprobs
+        scores = live.sequences[0].prompt_scores[len(known) - 1 :]
+        for token, around in zip(request.prompt_token_ids[len(known) :], scores, strict=False):
+            known.append(self._around(token, around))
+        return list(known)
+
     def snapshot(self, live: LiveRequest) -> RequestOutput:
         """An immutable view of the request now."""
         finished = live.is_finished
@@ -119,14 +144,17 @@ class OutputProcessor:
         metrics = RequestMetrics(arrival_s=request.arrival_s, first_token_s=live.first_token_s)
         if finished:
             preemptions = sum(s.num_preemptions for s in live.sequences)
-            metrics = replace(metrics, finished_s=self.clock(), num_preemptions=preemptions)
+            replayed = sum(s.num_replayed_tokens for s in live.sequences)
+            metrics = replace(metrics, finished_s=self.clock(), num_preemptions=preemptions, num_replayed_tokens=replayed)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[self._completion(c) for c in live.completions],
             finished=finished,
+            prompt_logprobs=self._prompt_logprobs(live),
             metrics=metrics,
+            num_cached_tokens=live.sequences[0].num_cached_tokens,
             precision=self.precision,
         )
 
@@ -139,6 +167,7 @@ class OutputProcessor:
                 c.text += c.detokenizer.finish()
             c.is_flushed = True
         with_logprobs = c.sequence.request.params.logprobs is not None
+        hidden, experts = features_of(c.sequence)
         return CompletionOutput(
             index=c.sequence.index,
             text=c.text,
@@ -148,5 +177,18 @@ class OutputProcessor:
             finish_reason=c.sequence.finish_reason,
             stop_reason=c.sequence.stop_reason,
             seed=c.sequence.seed,
+            hidden_states=hidden,
+            routed_experts=experts,
+            replay_mode=self.replay_mode,
             accepted_per_step=list(c.accepted_per_step) if self.is_speculative else None,
         )
+
+
+def features_of(sequence: Sequence) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
+    """Hidden states and experts of every token but the last, once the sequence is over."""
+    if sequence.status is not Status.FINISHED:
+        return None, None
+    count = len(sequence.token_ids) - 1
+    hidden = [piece.hidden_states for piece in sequence.observed if piece.hidden_states is not None]
+    experts = [piece.routed_experts for piece in sequence.observed if piece.routed_experts is not None]
+    return (np.concatenate(hidden)[:count] if hidden else None), (np.concatenate(experts)[:count] if experts else None)

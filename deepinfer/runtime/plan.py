@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.runtime.request import Request
 
@@ -14,6 +17,43 @@ class StepKind(Enum):
     DECODE = "decode"
     EMPTY_PREFILL = "empty_prefill"  # this rank has no rows, but its peers run a prefill
     IDLE = "idle"
+
+
+class ReplaySpan(NamedTuple):
+    """How the rows of a prompt differ from plain ones: some only replay, some stop behind the last KV source.
+
+    Attributes:
+        end: rows from here on are plain again.
+        window_start: first position with window rows; keys before it are invisible.
+        write_floor: entries and pending groups of positions below it are stored and stay.
+        tail_start: first position that runs through the decoder half.
+        tail_window_start: first position with window rows there.
+        right_from: from here on everything remembered equals what a full prefill leaves.
+    """
+
+    end: int
+    window_start: int
+    write_floor: int
+    tail_start: int
+    tail_window_start: int
+    right_from: int
+
+
+class CacheCopy(NamedTuple):
+    """A copy between two cache blocks or two slots, from a block to a place in host memory, or back."""
+
+    kind: Literal["block", "slot", "offload", "restore"]
+    source: int
+    target: int
+
+    @property
+    def places(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """What it reads and what it writes."""
+        if self.kind == "offload":
+            return ("block", self.source), ("host block", self.target)
+        if self.kind == "restore":
+            return ("host block", self.source), ("block", self.target)
+        return (self.kind, self.source), (self.kind, self.target)
 
 
 class SequencePlan(NamedTuple):
@@ -30,6 +70,9 @@ class SequencePlan(NamedTuple):
         remap: row group of the same sequence in the step before, whose sampled token is fed; `NOT_IN_LAST_STEP` if the host
             knows all tokens.
         is_sampling: draw a token after the last row.
+        replay: how the rows differ from plain ones; None if they do not.
+        context: the tokens before `start`, if the n-gram history lacks them.
+        scored: positions whose rows give a log probability to the prompt token behind them.
     """
 
     request: Request
@@ -45,6 +88,9 @@ class SequencePlan(NamedTuple):
     is_sampling: bool
     seed: int
     num_output_tokens: int
+    scored: range = range(0)
+    replay: ReplaySpan | None = None
+    context: tuple[int, ...] = ()
 
     @property
     def is_chunk(self) -> bool:
@@ -59,6 +105,7 @@ class SchedulerOutputs:
     Attributes:
         draft_rows: rows for drafts in all sequences together; if less than they have drafts, the device chooses whose.
         proposes: whether the step drafts tokens for the next one.
+        copies_before, copies_after: made before and after the forward.
     """
 
     step_seq: int
@@ -66,6 +113,8 @@ class SchedulerOutputs:
     sequences: tuple[SequencePlan, ...]
     draft_rows: int = 0
     proposes: bool = False
+    copies_before: tuple[CacheCopy, ...] = ()
+    copies_after: tuple[CacheCopy, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +130,30 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+class Observed(NamedTuple):
+    """What a step showed of its rows beside the tokens drawn.
+
+    Attributes:
+        prompt_scores: of the prompt tokens behind the scored rows.
+        hidden_states: float32 [rows kept, D].
+        routed_experts: int32 [rows kept, layers, experts of a token].
+    """
+
+    prompt_scores: tuple[TokenLogprobs, ...] = ()
+    hidden_states: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.int32] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with features."""
+        return next((len(rows) for rows in (self.hidden_states, self.routed_experts) if rows is not None), 0)
+
+    def behind(self, count: int) -> "Observed":
+        """The features of the rows behind the first `count`, without the prompt's scores."""
+        hidden, experts = self.hidden_states, self.routed_experts
+        return Observed((), None if hidden is None else hidden[count:], None if experts is None else experts[count:])
+
+
 class SequenceResult(NamedTuple):
     """What one sequence got from a step.
 
@@ -88,12 +161,15 @@ class SequenceResult(NamedTuple):
         token_ids: the tokens drawn, in order: accepted drafts and one more.
         n_drafts: drafts that were verified.
         survival: what had been estimated for the drafts on offer, verified or not.
+        failure: why nothing could be drawn; the sequence ends.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     n_drafts: int = 0
     survival: tuple[float, ...] = ()
+    observed: Observed | None = None
+    failure: str | None = None
 
     @property
     def num_accepted(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.structured.grammar import Grammar, GrammarState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +15,7 @@ class Request:
         seed: the request's own seed, or the one drawn for it.
         stop_token_ids: ids that end the text: end-of-sequence (unless ignored) and the request's own.
         bad_words: token sequences that the output shall not hold.
+        grammar: what `params.structured_outputs` ask for, compiled.
     """
 
     request_id: str
@@ -26,3 +28,9 @@ class Request:
     stop_token_ids: frozenset[int]
     arrival_s: float
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+
+    def start_grammar(self) -> GrammarState | None:
+        """The state of a new completion in the request's grammar, if it has one."""
+        form = self.params.form
+        return None if self.grammar is None or form is None else self.grammar.start(form.reasoning_end)

@@ -1,5 +1,6 @@
 """From logits to tokens for the sampling rows of a step. Batch mates do not matter."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from deepinfer.ops.sample import log_distribution, sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
-from deepinfer.runtime.staging import to_device
+from deepinfer.runtime.staging import host_copy, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,6 +34,27 @@ class SamplingMetadata:
     any_filter: bool
     num_top: int | None
 
+    @classmethod
+    def greedy(cls, count: int) -> "SamplingMetadata":
+        """Parameters of `count` greedy sequences."""
+        zeros, numbers = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+        return cls(
+            temperature=numbers,
+            top_k=zeros,
+            top_p=torch.ones(count),
+            min_p=numbers.clone(),
+            seeds=zeros.clone(),
+            stops=None,
+            first_stop=zeros.clone(),
+            any_random=False,
+            any_filter=False,
+            num_top=None,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """What drawing reads of each sequence, in a fixed order."""
+        return [self.temperature, self.top_k, self.top_p, self.min_p, self.seeds]
+
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
         tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
@@ -53,10 +75,12 @@ class SamplerOutput:
         emitted: tokens that each sampling group keeps: accepted drafts and one more.
         n_drafts: drafts of each sampling group that were verified.
         survival: what had been estimated for the drafts on offer.
+        peaks: the largest logit that each row could draw from; not finite where nothing can be drawn.
     """
 
     token_ids: Int[Tensor, " R"]
     emitted: Int[Tensor, " S"]
+    peaks: Float[Tensor, " R"]
     n_drafts: Int[Tensor, " S"]
     survival: Float[Tensor, "S k"]
     logprobs: Float[Tensor, " R"] | None = None
@@ -67,13 +91,17 @@ class SamplerOutput:
     def to_host(self) -> "SamplerOutput":
         """Host copies, made without waiting; valid once the event recorded after them has passed."""
         tensors = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: _host_copy(value) for name, value in tensors.items()})
+        return replace(self, **{name: host_copy(value) for name, value in tensors.items()})
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenScores:
+    """Log probability and rank of given tokens, and the most probable tokens in their places."""
+
+    logprobs: Float[Tensor, " R"]
+    ranks: Int[Tensor, " R"]
+    top_logprobs: Float[Tensor, "R n"]
+    top_ids: Int[Tensor, "R n"]
 
 
 def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
@@ -166,7 +194,7 @@ def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | No
 def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
     """Split the host copy into one result for each row group."""
     tokens, emitted, drafts = host.token_ids.tolist(), host.emitted.tolist(), host.n_drafts.tolist()
-    survival = host.survival.tolist()
+    survival, peaks = host.survival.tolist(), host.peaks.tolist()
     results, row, group = [], 0, 0
     for seq in plan.sequences:
         if not seq.is_sampling:
@@ -174,19 +202,30 @@ def to_result(plan: SchedulerOutputs, host: SamplerOutput) -> StepResult:
             continue
         kept = range(row, row + emitted[group])
         wanted = seq.request.params.logprobs
+        logprobs = None if wanted is None else tuple(logprobs_of_row(host, r, wanted) for r in kept)
         results.append(
             SequenceResult(
                 token_ids=tuple(tokens[r] for r in kept),
-                logprobs=None if wanted is None else tuple(_token_logprobs(host, r, wanted) for r in kept),
+                logprobs=logprobs,
                 n_drafts=drafts[group],
                 survival=tuple(survival[group][: seq.n_drafts]),
+                failure=_failure([peaks[r] for r in kept] + [around.logprob for around in logprobs or ()]),
             )
         )
         row, group = row + 1 + drafts[group], group + 1
     return StepResult(step_seq=plan.step_seq, sequences=tuple(results))
 
 
-def _token_logprobs(host: SamplerOutput, row: int, count: int) -> TokenLogprobs:
+def _failure(values: list[float]) -> str | None:
+    """Why the largest logits and the log probabilities of tokens drawn are no result, or None if they are."""
+    strange = next((value for value in values if not math.isfinite(value)), None)
+    if strange == NEG_INF:
+        return "no token can be drawn: what the request forbids, and logits of -inf, leave none"
+    return None if strange is None else f"the model's logits are not finite (found {strange})"
+
+
+def logprobs_of_row(host: SamplerOutput | TokenScores, row: int, count: int) -> TokenLogprobs:
+    """One row of a host copy, with `count` of its most probable tokens; -1: all."""
     assert host.logprobs is not None
     assert host.ranks is not None
     assert host.top_ids is not None

@@ -5,16 +5,27 @@ difference is whether the result of step N has been applied when step N + 1 is p
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from deepinfer.errors import CapacityError
+from deepinfer.errors import CapacityError, GrammarError
+from deepinfer.outputs import FinishReason
 from deepinfer.runtime.draft_budget import DraftBudget
-from deepinfer.runtime.ids import IdPool
-from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequencePlan, SequenceResult, StepKind, StepResult
-from deepinfer.runtime.release import DeferredRelease
+from deepinfer.runtime.plan import (
+    NOT_IN_LAST_STEP,
+    CacheCopy,
+    Observed,
+    SchedulerOutputs,
+    SequencePlan,
+    SequenceResult,
+    StepKind,
+    StepResult,
+)
+from deepinfer.runtime.recovery import CacheNames, Recovery
+from deepinfer.runtime.replay import Entry, ReplayPolicy
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
+from deepinfer.runtime.shared_prompt import SharedPrompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +38,11 @@ class SchedulerLimits:
     block_size: int
     num_blocks: int
     num_speculative_tokens: int = 0  # most drafts verified for a sequence in a step
+    num_ring_snapshots: int = 0  # slots beyond those of running sequences
+
+    @property
+    def num_slots(self) -> int:
+        return self.max_num_seqs + self.num_ring_snapshots + 1
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -75,6 +91,7 @@ class SchedulerCounters:
     preemptions: int = 0
     stale_results: int = 0
     chunked_prefills: int = 0
+    forks: int = 0  # completions that took over the rows of a prompt
     verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
     drafted: int = 0  # drafts proposed, whether or not they got a row
     verified_at: list[int] = field(default_factory=list)  # by place in the proposal
@@ -105,13 +122,19 @@ class SchedulerCounters:
 class Scheduler:
     """Owns every `Sequence` and the pools of blocks and slots. Without a `draft_budget` every draft is verified."""
 
-    def __init__(self, limits: SchedulerLimits, draft_budget: DraftBudget | None = None) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        draft_budget: DraftBudget | None = None,
+        policy: ReplayPolicy | None = None,
+        names: CacheNames | None = None,
+    ) -> None:
         self.limits, self.draft_budget = limits, draft_budget
-        self.blocks = IdPool(limits.num_blocks)
-        self.slots = IdPool(limits.max_num_seqs + 1)
-        self.release = DeferredRelease(self.blocks, self.slots)
+        self.recovery = Recovery(limits.num_blocks, limits.num_slots, limits.block_size, policy, names)
+        self.blocks, self.slots, self.release = self.recovery.blocks, self.recovery.slots, self.recovery.release
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.shared_prompts = SharedPrompts()
         self.counters = SchedulerCounters()
         # Told of a sequence that ends by itself while it still owns its memory.
         self.on_finish: Callable[[Sequence], None] | None = None
@@ -123,17 +146,23 @@ class Scheduler:
 
     # ---- adding and removing ------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises `CapacityError` if it could never run, naming the sizes."""
+    def add(self, sequence: Sequence, followers: Iterable[Sequence] = ()) -> None:
+        """Queue a sequence, and completions of the same new request that start from its prompt's rows.
+
+        Raises `CapacityError` if it could never run, naming the sizes.
+        """
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
+        if sequence.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
+            sequence.grammar = sequence.request.start_grammar()
         self.waiting.append(sequence)
+        self.shared_prompts.add(sequence, list(followers))
 
     def adopt(self, sequence: Sequence, confirmed: int) -> bool:
         """Start a sequence whose first `confirmed` tokens come with their cache rows, if there is memory; whether there was.
 
         On success the caller fills the memory before the next step is launched. It must not be in the queue.
         """
-        if not self.slots.num_free or not self._reserve(sequence, confirmed):
+        if self._free_places <= 0 or not self._reserve(sequence, confirmed):
             return False
         (sequence.slot,) = self.slots.take(1)
         sequence.status, sequence.confirmed = Status.RUNNING, confirmed
@@ -144,9 +173,17 @@ class Scheduler:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
         if sequence.status is Status.FINISHED:
             return
-        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        if not self.shared_prompts.forget(sequence):
+            (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+            self._queue_followers(self.shared_prompts.part(sequence))
         sequence.finish_reason = "abort"
         self._retire(sequence, Status.FINISHED)
+
+    def _queue_followers(self, followers: list[Sequence]) -> None:
+        """Let the first of them compute the prompt for the others, before newer requests."""
+        if followers:
+            self.waiting.appendleft(followers[0])
+            self.shared_prompts.add(followers[0], followers[1:])
 
     @property
     def has_work(self) -> bool:
@@ -182,7 +219,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
             start = sequence.next_position
-            count = min(self._wanted(sequence, start), budget)
+            count = self._cut(sequence, start, min(self._wanted(sequence, start), budget))
             if count == 0 or (not allow_prefill and self._is_chunk(sequence, start)):
                 continue
             reserved = self._reserve(sequence, start + count)
@@ -197,11 +234,18 @@ class Scheduler:
                 budget -= count
             else:
                 everyone_fits = False
+        for leader, row in tuple(planned):
+            for plan in self._fork(leader, row.start, budget if everyone_fits else 0):
+                planned.append(plan)
+                budget -= 1
         admitted = self._admit(budget) if everyone_fits else ()
         return PlannedStep(planned, [(sequence, self._plan(sequence, start, count)) for sequence, start, count in admitted])
 
     def withdraw_prefill(self, step: PlannedStep) -> None:
-        """Undo what a planned step reserved for prompts; the queue and the pools are as before. Mutates `step`."""
+        """Undo what a planned step reserved for prompts; the queue and the pools are as before. Mutates `step`.
+
+        Nothing may have been taken from a cache of prefixes, and nobody may have forked: copies would be on their way.
+        """
         # In reverse, so that the pools hand out the same ids again.
         for sequence, plan in reversed(step.admitted):
             if plan.epoch != sequence.epoch:
@@ -209,8 +253,8 @@ class Scheduler:
             assert sequence.slot is not None
             self.running.remove(sequence)
             self.slots.give_back((sequence.slot,))
-            self.blocks.give_back(reversed(sequence.blocks))
-            sequence.status, sequence.blocks, sequence.slot = Status.WAITING, (), None
+            self.recovery.leave(sequence)
+            sequence.status, sequence.slot = Status.WAITING, None
             self.waiting.appendleft(sequence)
         for sequence, plan in reversed(step.running):
             if plan.is_chunk and plan.epoch == sequence.epoch:
@@ -265,23 +309,73 @@ class Scheduler:
         return self.blocks.num_free + len(self.release.held_blocks) >= self._missing_blocks(sequence, end)
 
     def _admit(self, budget: int) -> Iterator[tuple[Sequence, int, int]]:
-        while self.waiting and budget > 0 and self.slots.num_free > 0:
+        # A follower that finds no slot when its leader reaches the fork computes the prompt again.
+        kept = self.shared_prompts.num_waiting(self.running)
+        while self.waiting and budget > 0 and self._free_places > kept:
             sequence = self.waiting[0]
-            count = min(len(sequence.token_ids), budget)
-            if not self._reserve(sequence, count):
+            entry = self._enter(sequence, budget)
+            if entry is None:
                 break
             self.waiting.popleft()
             (sequence.slot,) = self.slots.take(1)
             sequence.status = Status.RUNNING
             self.running.append(sequence)
+            self.recovery.entered(sequence, entry, self._next_step)
+            if entry.start >= sequence.num_prompt_tokens - 1:
+                # Nothing is left to wait for: what the leader starts from is there for its followers, too.
+                self._queue_followers(self.shared_prompts.part(sequence))
+            kept += self.shared_prompts.num_waiting([sequence])
+            left = len(sequence.token_ids) - entry.start
+            count = self._cut(sequence, entry.start, min(left, budget))
             budget -= count
-            yield sequence, 0, count
+            yield sequence, entry.start, count
+
+    @property
+    def _free_places(self) -> int:
+        """Sequences that may start now."""
+        return min(self.slots.num_free, self.limits.max_num_seqs - len(self.running))
+
+    def _cut(self, sequence: Sequence, start: int, count: int) -> int:
+        """Rows of a chunk up to the next place where something is copied."""
+        return self.shared_prompts.cut(sequence, start, self.recovery.cut(sequence, start, count))
+
+    def _enter(self, sequence: Sequence, budget: int) -> Entry | None:
+        """Give a waiting sequence what it takes from the cache and room for its first rows; None if there is no room.
+
+        What it would take from the cache takes room as well: if that is too much, it starts from nothing.
+        """
+        for from_cache in (True, False):
+            entry = self.recovery.enter(sequence, from_cache=from_cache)
+            end = min(entry.start + budget, len(sequence.token_ids))
+            if self.slots.num_free > 0 and self._reserve(sequence, max(end, entry.end)):
+                return entry
+            self.recovery.leave(sequence)
+        return None
+
+    def _fork(self, leader: Sequence, start: int, budget: int) -> Iterator[tuple[Sequence, SequencePlan]]:
+        """Plan the last prompt row of completions that fork from `leader` in this step; those without room queue up."""
+        followers = self.shared_prompts.due(leader, start)
+        assert leader.slot is not None
+        while followers and budget > 0 and self._free_places > 0 and self._reserve(followers[0], start + 1):
+            follower = followers.pop(0)
+            (follower.slot,) = self.slots.take(1)
+            follower.status, follower.confirmed = Status.RUNNING, start
+            self.running.append(follower)
+            self.counters.forks += 1
+            blocks = zip(leader.blocks, follower.blocks[: self.limits.blocks_for(start)], strict=False)
+            copies = [CacheCopy("block", source, target) for source, target in blocks]
+            self.recovery.copy([CacheCopy("slot", leader.slot, follower.slot), *copies])
+            budget -= 1
+            yield follower, self._plan(follower, start, 1)
+        self._queue_followers(followers)
 
     def _plan(self, sequence: Sequence, start: int, count: int) -> SequencePlan:
         known = len(sequence.token_ids)
         continues = self._continues_last_step(sequence, start)
         is_on_device = continues or start >= known
         assert sequence.slot is not None
+        is_replay = sequence.replay is not None and start < sequence.replay.end
+        self.recovery.planned(sequence, start + count, self._next_step)
         return SequencePlan(
             request=sequence.request,
             seq_id=sequence.seq_id,
@@ -294,9 +388,19 @@ class Scheduler:
             n_drafts=count - 1 if continues else 0,
             remap=self._last_row_of[sequence.seq_id][0] if is_on_device else NOT_IN_LAST_STEP,
             is_sampling=start + count >= known,
+            scored=self._scored(sequence, start, count),
             seed=sequence.seed,
             num_output_tokens=sequence.num_output_tokens + sequence.num_sampling_inflight,
+            replay=sequence.replay if is_replay else None,
+            context=self.recovery.context(sequence, start),
         )
+
+    def _scored(self, sequence: Sequence, start: int, count: int) -> range:
+        """Positions among the next rows whose prompt tokens behind them shall get a log probability and have none yet."""
+        if sequence.request.params.prompt_logprobs is None or sequence.index > 0:
+            return range(0)
+        first = max(start, len(sequence.prompt_scores))
+        return range(first, max(first, min(start + count, sequence.num_prompt_tokens - 1)))
 
     def commit(self, planned_step: PlannedStep, kind: StepKind | None = None) -> SchedulerOutputs | None:
         """Make a planned step the next one.
@@ -310,9 +414,11 @@ class Scheduler:
         if kind is None:
             if not planned:
                 return None
-            kind = StepKind.PREFILL if any(plan.is_chunk for _, plan in planned) else StepKind.DECODE
+            is_decode = not any(plan.is_chunk or plan.replay is not None for _, plan in planned)
+            kind = StepKind.DECODE if is_decode else StepKind.PREFILL
         elif not planned:
             kind = StepKind.EMPTY_PREFILL if kind is StepKind.PREFILL else StepKind.IDLE
+        before, after = self.recovery.take_copies()
         draft_rows, proposes = sum(plan.n_drafts for _, plan in planned), self._can_propose(planned)
         if self.draft_budget is not None and draft_rows + proposes > 0:
             each = self.draft_budget.drafts_each([sequence.survival for sequence, _ in planned])
@@ -323,6 +429,8 @@ class Scheduler:
             sequences=tuple(plan for _, plan in planned),
             draft_rows=draft_rows,
             proposes=proposes,
+            copies_before=before,
+            copies_after=after,
         )
         self._next_step, self._last_proposed = self._next_step + 1, proposes
         for sequence, plan in planned:
@@ -362,14 +470,25 @@ class Scheduler:
             if ticket.epoch != sequence.epoch:
                 self.counters.stale_results += 1
                 continue
+            if outcome.observed is not None:
+                _observe(sequence, outcome.observed)
             sequence.confirmed += ticket.q_cap - ticket.n_drafts
-            if ticket.is_sampling:
+            if outcome.failure is not None:
+                self._end(sequence, "error")
+                events.append(SequenceEvent(sequence, outcome.first(0)))
+            elif ticket.is_sampling:
                 sequence.confirmed += outcome.num_accepted
                 if ticket.n_drafts:
                     self.counters.count_run(ticket.n_drafts, outcome)
                     sequence.survival = outcome.survival
-                outcome = outcome.first(self._append(sequence, outcome.token_ids))
+                try:
+                    outcome = outcome.first(self._append(sequence, outcome.token_ids))
+                except GrammarError as error:
+                    self._end(sequence, "error")
+                    outcome = outcome.first(0)._replace(failure=str(error))
                 events.append(SequenceEvent(sequence, outcome))
+            if sequence.status is Status.RUNNING:
+                self.recovery.confirmed(sequence)
         self.release.drain(step.step_seq)
         return events
 
@@ -377,14 +496,17 @@ class Scheduler:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            _set_finish_reason(sequence, token)
-            if sequence.finish_reason is not None:
-                if self.on_finish is not None:
-                    self.on_finish(sequence)
-                self.running.remove(sequence)
-                self._retire(sequence, Status.FINISHED)
+            if (reason := _finish_reason(sequence, token)) is not None:
+                self._end(sequence, reason)
                 return count
         return len(token_ids)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        if self.on_finish is not None:
+            self.on_finish(sequence)
+        self.running.remove(sequence)
+        self._retire(sequence, Status.FINISHED)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory; it will be computed again from its known tokens, before newer requests."""
@@ -397,14 +519,17 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, status: Status) -> None:
         """Raise the epoch and send the memory to its pools, behind the newest step that may touch it."""
+        if sequence.slot is not None:
+            self.recovery.retire(sequence)
+            fence = sequence.tickets[-1].step_seq if sequence.tickets else -1
+            # The end of a prefix goes before its beginning.
+            self.release.defer(fence, sequence.blocks[::-1], sequence.slot)
         sequence.status = status
         sequence.epoch += 1
-        if sequence.slot is not None:
-            fence = sequence.tickets[-1].step_seq if sequence.tickets else -1
-            self.release.defer(fence, sequence.blocks, sequence.slot)
         sequence.blocks, sequence.slot = (), None
         if not self._in_flight:
-            self.release.drain(self._next_step)
+            # Copies of the step that is being planned have it as their fence.
+            self.release.drain(self._next_step - 1)
 
     def check_integrity(self) -> None:
         """Every block and slot is free, owned by one running sequence, or waiting behind a fence."""
@@ -415,9 +540,23 @@ class Scheduler:
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
 
 
-def _set_finish_reason(sequence: Sequence, token: int) -> None:
-    """Decide whether the newest token ends its sequence: a stop token before a stop string before the length."""
+def _observe(sequence: Sequence, observed: Observed) -> None:
+    """Keep what a step showed of the rows from `confirmed` on, but for those that were seen before a preemption."""
+    sequence.prompt_scores += observed.prompt_scores
+    end = sequence.confirmed + observed.num_rows
+    if end > sequence.num_observed:
+        sequence.observed.append(observed.behind(sequence.num_observed - sequence.confirmed))
+        sequence.num_observed = end
+
+
+def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
+    """Whether the newest token ends its sequence: a stop token, a stop string, its grammar, the length, in this order.
+
+    Sets `stop_reason` and moves the grammar.
+    """
     request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
+    if sequence.grammar is not None:
+        sequence.grammar.advance((token,))
     may_stop = sequence.num_output_tokens > params.first_free_stop
     is_stop = may_stop and token in request.stop_token_ids
     found = None
@@ -425,9 +564,11 @@ def _set_finish_reason(sequence: Sequence, token: int) -> None:
     if strings is not None and (not is_stop or params.include_stop_str_in_output):
         found = strings.push(token, may_stop=may_stop and not is_stop)
     if is_stop:
-        sequence.finish_reason = "stop"
         sequence.stop_reason = None if token == request.eos_token_id else token
-    elif found is not None:
-        sequence.finish_reason, sequence.stop_reason = "stop", found
-    elif sequence.num_output_tokens >= request.max_new_tokens:
-        sequence.finish_reason = "length"
+        return "stop"
+    if found is not None:
+        sequence.stop_reason = found
+        return "stop"
+    if sequence.grammar is not None and sequence.grammar.is_complete:
+        return "stop"
+    return "length" if sequence.num_output_tokens >= request.max_new_tokens else None

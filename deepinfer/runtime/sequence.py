@@ -11,8 +11,11 @@ from typing import NamedTuple, Self
 
 from deepinfer.detokenizer import Detokenizer
 from deepinfer.outputs import FinishReason
+from deepinfer.runtime.plan import Observed, ReplaySpan, TokenLogprobs
+from deepinfer.runtime.prefix_cache import Ending
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.stop_strings import StopStrings
+from deepinfer.structured.grammar import GrammarState
 from deepinfer.tokenizer import Tokenizer
 
 
@@ -48,8 +51,17 @@ class Sequence:
         epoch: raised by preemption, abort and finish; results of an older epoch are stale.
         slot: place of its window rings, while running.
         blocks: cache blocks in position order, while running.
-        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
+        grammar: stands behind the output tokens, which preemption keeps; None without structured output.
+        prompt_scores: log probabilities of the prompt's tokens from the second on, as far as they are known.
+        observed: hidden states and experts of the first `num_observed` tokens, in pieces.
         stop_strings: finds the request's stop strings, if it has any, in the output so far.
+        survival: estimates for the drafts that were last verified: how far its drafts tend to stand.
+        digests: names of its full blocks in the prefix cache, as far as they were needed.
+        ending: the stored prefix that it is about to be started from.
+        replay: how the rows of its prompt differ from plain ones.
+        save_points: positions in its prompt at whose end the rings shall be kept.
+        num_cached_tokens: tokens whose entries came from the cache when it first started.
+        num_replayed_tokens: of those, and of later starts, the ones that ran again to fill the rings.
     """
 
     request: Request
@@ -65,8 +77,18 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    grammar: GrammarState | None = None
     survival: tuple[float, ...] = ()
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    observed: list[Observed] = field(default_factory=list)
+    num_observed: int = 0
     stop_strings: StopStrings | None = None
+    digests: list[bytes] = field(default_factory=list)
+    ending: Ending | None = None
+    replay: ReplaySpan | None = None
+    save_points: tuple[int, ...] = ()
+    num_cached_tokens: int = 0
+    num_replayed_tokens: int = 0
 
     @classmethod
     def open(cls, request: Request, index: int, seq_id: int, tokenizer: Tokenizer) -> Self:

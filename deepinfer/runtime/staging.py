@@ -37,6 +37,13 @@ def to_device(tensors: Sequence[Shaped[Tensor, "..."]], device: torch.device) ->
     return moved
 
 
+def host_copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """A copy on the host, made without waiting; valid once an event recorded after it has passed."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def move_record(record: Record, device: torch.device) -> Record:
     """A copy of a dataclass whose tensors are on the device; other fields stay."""
     tensors = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}

@@ -13,7 +13,9 @@ from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model.rows import TRASH_SLOT
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.device import Event
+from deepinfer.runtime.observations import StepObservations
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
+from deepinfer.runtime.replay_state import ReplayMetadata, stage_replay
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
 from deepinfer.runtime.staging import to_device
 
@@ -46,6 +48,7 @@ class SequenceMetadata:
         draft_budget: rows for drafts in all groups together.
         splits_drafts: whether that is less than `max_drafts` asks for, so that the device chooses.
         block_size: tokens in a cache block.
+        replay: how some of the rows differ from plain ones; None if none does.
     """
 
     token_ids: Int[Tensor, " n"]
@@ -62,6 +65,7 @@ class SequenceMetadata:
     num_logits: int
     splits_drafts: bool
     block_size: int
+    replay: ReplayMetadata | None = None
 
     def forward_inputs(self) -> list[Tensor]:
         """The tensors that the forward reads, in a fixed order."""
@@ -113,6 +117,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         return torch.tensor(values + [filler] * pad, dtype=torch.int64)
 
     sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
+    num_rows = plan.num_rows if padded is None else padded.rows
     return SequenceMetadata(
         token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
         token_starts=per_group(token_starts),
@@ -124,10 +129,11 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         slots=per_group([seq.slot for seq in sequences], TRASH_SLOT),
         block_tables=table,
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
-        num_rows=plan.num_rows if padded is None else padded.rows,
+        num_rows=num_rows,
         num_logits=len(sampling) + plan.draft_rows,
         splits_drafts=plan.draft_rows < sum(seq.n_drafts for seq in sequences),
         block_size=block_size,
+        replay=stage_replay(plan, len(sequences) + pad, num_rows),
     )
 
 
@@ -206,7 +212,8 @@ class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
     `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
-    tensors alive until their copy `host` has been read.
+    tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host
+    copy of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
 
     logit_rows: LogitRows | None = None
@@ -215,7 +222,10 @@ class StepBox:
     texts: Continuations | None = None
     drawn: SamplerOutput | None = None
     host: SamplerOutput | None = None
+    seen: StepObservations | None = None
     copied: Event | None = None
+    drafts: Int[Tensor, "B k"] | None = None
+    drafts_copied: Event | None = None
     result: StepResult | None = None
 
 
@@ -230,3 +240,4 @@ class WorkerStepState:
     outputs: DeviceOutputs
     forward_done: Event
     box: StepBox
+    observed: StepObservations | None = None

@@ -133,5 +133,8 @@ class TracingDevice:
     def synchronize(self, event: Event) -> None:
         self.inner.synchronize(event)
 
+    def close(self) -> None:
+        self.inner.close()
+
     def capture(self, fn: Thunk) -> Thunk:
         return self.inner.capture(fn)

@@ -5,16 +5,23 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 """
 
 import bisect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
+from deepinfer.model.compiled import LEAST_ROWS, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.noise import DRAFT, TARGET
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs, groups_behind_run, rows_behind_drafts
 from deepinfer.runtime.device import COMPUTE, COPY, Device
-from deepinfer.runtime.plan import SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.grammar_masks import has_grammar
+from deepinfer.runtime.host_memory import HostMemory
+from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
+from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
     SamplerOutput,
@@ -26,7 +33,9 @@ from deepinfer.runtime.sampler import (
     stage_sampling,
     to_result,
 )
+from deepinfer.runtime.staging import host_copy
 from deepinfer.runtime.static_decode import StaticDecode
+from deepinfer.runtime.static_draft import StaticDraft
 from deepinfer.runtime.step_state import (
     POISON,
     DeviceOutputs,
@@ -40,10 +49,28 @@ from deepinfer.runtime.step_state import (
 )
 from deepinfer.runtime.verify import count_leading, reject
 
+LEAST_TABLE_WIDTH = 8  # blocks; short sequences share a shape
+PREFILL_WARM_UP_ROWS = 256
+
+
+def padded_shape(groups: int, drafts_each: int, table_width: int) -> PaddedShape:
+    """The fixed shape of a decode step: table widths grow in powers of four, so that long sequences need few shapes."""
+    width = LEAST_TABLE_WIDTH
+    while width < table_width:
+        width *= 4
+    return PaddedShape(groups, max(groups * (1 + drafts_each), LEAST_ROWS), width)
+
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
     """Names of the cache blocks and ring slots that a step may touch, for devices that check accesses."""
-    return [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
+    copied = [place for copy in (*plan.copies_before, *plan.copies_after) for place in copy.places]
+    own = [("block", i) for seq in plan.sequences for i in seq.blocks] + [("slot", seq.slot) for seq in plan.sequences]
+    return list(dict.fromkeys([*own, *copied]))
+
+
+def watched(observed: StepObservations | None) -> list[StepObservations]:
+    """What a launch touches of it."""
+    return [] if observed is None else [observed]
 
 
 class Worker:
@@ -61,22 +88,27 @@ class Worker:
         decode_buckets: tuple[int, ...] = (),
         num_speculative_tokens: int = 0,
         verification: str = "match",
+        num_host_blocks: int = 0,
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.decode_buckets = model, sizes, device, decode_buckets
+        self.pads_every_step = is_compiled(model)
         self.num_drafts, self.rejects = num_speculative_tokens, verification == "rejection"
         self.cache = model.new_cache(sizes)
+        self.host_memory = HostMemory(self.cache, num_host_blocks)
         self._static: dict[tuple[object, ...], StaticDecode] = {}
+        self._static_drafts: dict[tuple[object, ...], StaticDraft] = {}
         # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
         longest = max(decode_buckets, default=0) + sizes.num_slots
         self._relay = DeviceOutputs.empty(longest, num_speculative_tokens, 0, device.torch_device)
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
-        device, model = self.device.torch_device, self.model
-        padded = self._padded_shape(plan)
+        device, padded = self.device.torch_device, self._padded_shape(plan)
+        observed = stage_observations(plan, self.model.config.vocab_size)
+        is_static = plan.kind is StepKind.DECODE and observed is None and self._bucket(len(plan.sequences)) is not None
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
-        vocab_size = model.config.vocab_size if self.rejects else 0
+        vocab_size = self.model.config.vocab_size if self.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
         # A step without rows leaves nothing to read; whoever sat it out has been applied by now.
         before = None if previous is None or not previous.plan.sequences else previous.outputs
@@ -85,32 +117,65 @@ class Worker:
         @torch.inference_mode()
         def forward() -> None:
             if not plan.sequences:
-                model.forward_without_rows()
+                self.model.forward_without_rows()
                 return
-            if padded is not None:
+            self._copy_cache(plan.copies_before)
+            if is_static:
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
-                return
-            on_device = metadata.to(device)
-            layout = build_rows(on_device, before)
-            outputs.next_start.copy_(layout.starts + on_device.q_lens)
-            hidden = model.forward_rows(layout.rows, self.cache)
-            box.logit_rows = logit_rows(on_device, layout, hidden.final)
-            if self.num_drafts:
-                assert hidden.main_hidden is not None
-                model.observe_draft(hidden.main_hidden, layout.rows, self.cache)
+            else:
+                box.logit_rows = self._run_rows(metadata, before, outputs, observed)
+            self._copy_cache(plan.copies_after)
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
-        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *places])
+        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *watched(observed), *places])
         return WorkerStepState(
             plan=plan,
             metadata=metadata,
-            sampling=stage_sampling(plan, model.config.vocab_size),
+            sampling=stage_sampling(plan, self.model.config.vocab_size),
             before=before,
             outputs=outputs,
             forward_done=self.device.record(COMPUTE),
             box=box,
+            observed=observed,
         )
+
+    def _copy_cache(self, copies: tuple[CacheCopy, ...]) -> None:
+        memory, host = self.cache, self.host_memory
+        make = {"slot": memory.copy_slot, "block": memory.copy_block, "offload": host.offload, "restore": host.restore}
+        for kind, source, target in copies:
+            make[kind](source, target)
+
+    def _run_rows(
+        self,
+        metadata: SequenceMetadata,
+        before: DeviceOutputs | None,
+        outputs: DeviceOutputs,
+        observed: StepObservations | None,
+    ) -> LogitRows:
+        """The forward of a step of any shape. Fills `outputs` and `observed`."""
+        model, tail = self.model, None
+        on_device = metadata.to(self.device.torch_device)
+        layout = build_rows(on_device, before)
+        outputs.next_start.copy_((layout.starts + on_device.q_lens)[: outputs.next_start.shape[0]])
+        if metadata.replay is not None:
+            replay = metadata.replay.to(self.device.torch_device)
+            replay.recall_context(model, self.cache)
+            layout = layout._replace(rows=replay.marked(layout.rows))
+            tail = replay.tail(layout.rows)
+        with recorded_experts(model, observed is not None and observed.wants_experts) as experts:
+            hidden = model.forward_rows(layout.rows, self.cache, tail)
+        if tail is not None:
+            # Whoever is observed has all rows in the tail.
+            kept, count = tail.row_ids, hidden.rows.positions.shape[0]
+            experts = [ids if ids.shape[0] == count else ids[kept] for ids in experts]
+            layout = layout._replace(rows=hidden.rows, ends=layout.ends - tail.skipped.cumsum(0))
+        if observed is not None:
+            observed.take(hidden, experts, layout.ends - on_device.q_lens - layout.n_drafts)
+        if self.num_drafts and hidden.rows.positions.shape[0]:
+            assert hidden.main_hidden is not None
+            model.observe_draft(hidden.main_hidden, hidden.rows, self.cache)
+        return logit_rows(on_device, layout, hidden.final)
 
     def _static_decode(self, metadata: SequenceMetadata) -> StaticDecode:
         """The buffers of a decode step's shape; made, and captured, when it is first needed."""
@@ -118,6 +183,39 @@ class Worker:
         if key not in self._static:
             self._static[key] = StaticDecode(self.model, self.cache, metadata, self._relay, self.device)
         return self._static[key]
+
+    def _static_draft(self, bucket: int, sampling: SamplingMetadata) -> StaticDraft:
+        """The buffers of a proposal for up to `bucket` groups."""
+        key = (bucket, sampling.any_random, sampling.any_filter)
+        if key not in self._static_drafts:
+            self._static_drafts[key] = StaticDraft(self.model, self.cache, bucket, sampling, self.num_drafts, self.device)
+        return self._static_drafts[key]
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Compile, and capture what steady decode of short sequences needs. `progress` brackets each part with what it is."""
+        idle, block_size = SchedulerOutputs(step_seq=-1, kind=StepKind.IDLE, sequences=()), self.sizes.block_size
+        with progress("prefill"):
+            shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, LEAST_TABLE_WIDTH)
+            self._run_eagerly(stage_metadata(idle, block_size, shape).to(self.device.torch_device))
+        for groups in self.decode_buckets:
+            for each in sorted({0, self.num_drafts}):
+                with progress(f"decode, {groups} sequences, {each} drafts"):
+                    self._static_decode(stage_metadata(idle, block_size, padded_shape(groups, each, 1)))
+        if not self.num_drafts:
+            return
+        for bucket in self.decode_buckets:
+            with progress(f"drafts, {bucket} sequences"):
+                self._static_draft(bucket, SamplingMetadata.greedy(1))
+
+    def _run_eagerly(self, metadata: SequenceMetadata) -> None:
+        """A step of nothing but padding, for what it compiles."""
+        layout = build_rows(metadata, None)
+        hidden = self.model.forward_rows(layout.rows, self.cache)
+        self.model.logits(hidden.final[:LEAST_ROWS])
+        if self.num_drafts:
+            assert hidden.main_hidden is not None
+            self.model.observe_draft(hidden.main_hidden, layout.rows, self.cache)
 
     def submit_sampler(self, state: WorkerStepState, inputs: SamplerInputs = UNCONSTRAINED) -> None:
         """Launch the sampler of a step, the copy of what it draws, and the drafts for the next step. Fills the step's box.
@@ -129,20 +227,43 @@ class Worker:
             box.result, box.copied = StepResult(step_seq=state.plan.step_seq), self.device.record(COMPUTE)
             return
 
+        # Traces name launches after these functions.
+        def sampler() -> None:
+            self._sample(state, inputs)
+
         @torch.inference_mode()
         def copy() -> None:
             assert box.drawn is not None
             box.host = box.drawn.to_host()
+            box.seen = None if state.observed is None else state.observed.to_host()
+
+        def draft() -> None:
+            self._propose(state)
 
         reads = [state.sampling, inputs, *([state.before] if state.before else [])]
         drawn, host = ("drawn", state.plan.step_seq), ("host", state.plan.step_seq)
-        self.device.launch(COMPUTE, lambda: self._sample(state, inputs), reads=reads, writes=[state.outputs, box, drawn])
+        seen = watched(state.observed)
+        self.device.launch(COMPUTE, sampler, reads=reads, writes=[state.outputs, box, drawn, *seen])
         self.device.wait(COPY, self.device.record(COMPUTE))
-        self.device.launch(COPY, copy, reads=[drawn], writes=[host])
+        self.device.launch(COPY, copy, reads=[drawn, *seen], writes=[host])
         box.copied = self.device.record(COPY)
         if state.plan.proposes:
             # Behind the copy's event: nobody waits for drafts on the host.
-            self.device.launch(COMPUTE, lambda: self._propose(state), reads=[box, self.cache], writes=[state.outputs])
+            self.device.launch(COMPUTE, draft, reads=[box, self.cache], writes=[state.outputs])
+            if has_grammar(state.plan):
+                self._submit_drafts_copy(state)
+
+    def _submit_drafts_copy(self, state: WorkerStepState) -> None:
+        """Launch the copy of the step's drafts to the host, for the masks of the rows behind them in the next step."""
+        box, drafts = state.box, ("drafts", state.plan.step_seq)
+
+        @torch.inference_mode()
+        def copy() -> None:
+            box.drafts = host_copy(state.outputs.drafts)
+
+        self.device.wait(COPY, self.device.record(COMPUTE))
+        self.device.launch(COPY, copy, reads=[state.outputs], writes=[drafts])
+        box.drafts_copied = self.device.record(COPY)
 
     @torch.inference_mode()
     def _sample(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
@@ -155,7 +276,7 @@ class Worker:
         shape = (found.groups.shape[0], 1 + self.num_drafts)
         of_rows, positions = sampling.rows(found.group), found.positions + 1
         texts = rows_behind_drafts(found, shape) if limits.depend_on_text else None
-        logits = self.model.logits(found.final)
+        logits = self._logits(found.final)
         masked = limits.mask(logits, found.group, found.place)
         constrained = constrain(masked, of_rows, positions, limits, texts)
         drawn = choose(constrained, of_rows, positions)
@@ -169,8 +290,22 @@ class Worker:
         outputs.sampled[found.groups] = run.gather(1, accepted[:, None]).squeeze(1)
         outputs.next_start[found.groups] += accepted
         box.texts = groups_behind_run(run, accepted) if limits.depend_on_text else None
-        counted = SamplerOutput(token_ids=drawn, emitted=accepted + 1, n_drafts=found.n_drafts, survival=found.survival)
+        counted = SamplerOutput(
+            token_ids=drawn,
+            emitted=accepted + 1,
+            n_drafts=found.n_drafts,
+            survival=found.survival,
+            peaks=constrained.amax(dim=1),
+        )
         box.drawn = report(logits, counted, sampling.num_top)
+        if state.observed is not None:
+            state.observed.score(self.model.logits)
+
+    def _logits(self, final: Tensor) -> Tensor:
+        """Logits of hidden rows; a single row goes through the arithmetic of several."""
+        if self.pads_every_step and final.shape[0] < LEAST_ROWS:
+            return self.model.logits(final.repeat(LEAST_ROWS, 1))[: final.shape[0]]
+        return self.model.logits(final)
 
     def _reject(
         self, state: WorkerStepState, found: LogitRows, logits: Tensor, drawn: Tensor, of_rows: SamplingMetadata
@@ -207,6 +342,12 @@ class Worker:
             return drawn
 
         last, newest = outputs.sampled[groups], outputs.next_start[groups] - 1
+        is_constrained = self.rejects or limits.depend_on_text or sampling.stops is not None
+        if (bucket := self._bucket(groups.shape[0])) is not None and not is_constrained:
+            drafts, survival = self._static_draft(bucket, sampling).run(last, newest, found.slots, sampling)
+            outputs.drafts[groups] = drafts
+            outputs.survival[groups] = survival
+            return
         proposal = self.model.propose_draft(last, newest, found.slots, self.cache, draft)
         outputs.drafts[groups] = proposal.token_ids[:, :kept]
         outputs.survival[groups] = proposal.confidence[:, :kept].float().sigmoid().cumprod(dim=1)
@@ -221,16 +362,33 @@ class Worker:
         if box.result is None:
             assert box.host is not None
             box.result = to_result(state.plan, box.host)
-            box.drawn = box.host = None
+            if box.seen is not None:
+                box.result = with_observations(box.result, state.plan, box.seen)
+            box.drawn = box.host = box.seen = None
         return box.result
 
+    def drafts(self, state: WorkerStepState) -> list[list[int]]:
+        """What each row group of a step proposed; its `drafts_copied` has passed."""
+        box = state.box
+        assert box.drafts_copied is not None
+        assert box.drafts_copied.query(), "read before its event"
+        assert box.drafts is not None
+        ids: list[list[int]] = box.drafts.tolist()
+        return ids
+
     def _padded_shape(self, plan: SchedulerOutputs) -> PaddedShape | None:
-        """The shape that a decode step is padded to, if there is a bucket for it."""
-        count = len(plan.sequences)
-        place = bisect.bisect_left(self.decode_buckets, count)
-        if plan.kind is not StepKind.DECODE or place == len(self.decode_buckets):
+        """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1."""
+        count, width = len(plan.sequences), table_width(plan, self.sizes.block_size)
+        groups = self._bucket(count)
+        if plan.kind is StepKind.DECODE and groups is not None:
+            return padded_shape(groups, -(-plan.draft_rows // count), width)
+        if not self.pads_every_step:
             return None
-        groups = self.decode_buckets[place]
-        drafts_each = -(-plan.draft_rows // count)
-        width = table_width(plan, self.sizes.block_size)
-        return PaddedShape(groups, groups * (1 + drafts_each), 1 << (width - 1).bit_length())
+        # Behind the last KV source as well.
+        skipped = sum(num_skipped(seq) for seq in plan.sequences)
+        return padded_shape(count, 0, width)._replace(rows=max(plan.num_rows, skipped + LEAST_ROWS))
+
+    def _bucket(self, count: int) -> int | None:
+        """The smallest bucket for a number of groups."""
+        place = bisect.bisect_left(self.decode_buckets, count)
+        return self.decode_buckets[place] if place < len(self.decode_buckets) else None

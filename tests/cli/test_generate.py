@@ -226,12 +226,12 @@ def test_a_bad_json_line_is_refused_by_its_number(run: Run, tmp_path: Path, line
         (json.dumps([5] * 128), ("prompt 1 has 128 tokens", "128")),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_refused_by_its_index(
+def test_a_prompt_that_cannot_be_served_is_refused_by_its_line_and_index(
     run: Run, tmp_path: Path, line: str, parts: tuple[str, ...]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(f'"fine"\n{line}\n')
-    refused(run("--jsonl", prompts), *parts)
+    prompts.write_text(f'"fine"\n\n{line}\n')
+    refused(run("--jsonl", prompts), "prompts.jsonl, line 3: ", *parts)
 
 
 def test_empty_input_is_refused(run: Run, tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def operand_fp4(packed: packing.PackedMatrix) -> torch.Tensor:
                 raised = (scales[n16 % 4, :, :, n16 // 4] >> (8 * (2 * u + rr))) & 0xFF  # g q
                 w = words[u, rr, n16]  # g q j
                 magnitude = torch.stack([(w >> (4 * e)) & 7 for e in range(8)], -1)
-                sign = torch.stack([(w >> bit) & 1 for bit in packing.SIGN_BITS], -1)
+                # The decoder or-s the word to the bytes of codes 0 to 3, and the word moved up by 4 to those of 4 to 7.
+                sign = torch.stack([(w >> (8 * (e % 4) + (7 if e < 4 else 3))) & 1 for e in range(8)], -1)
                 high = torch.where(magnitude > 0, table[magnitude] + raised[:, :, None, None], 0) | (sign << 7)
                 value = (high << 8).to(torch.int16).view(torch.float16).double().view(8, 4, 4, 2, 2, 2)  # g q j h0 h i
                 row = tile * 128 + n16 * 16 + rr * 8

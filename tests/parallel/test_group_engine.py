@@ -178,9 +178,16 @@ def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], m
 
 def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
     model = load_model(MODEL, "float32", "cpu")
-    for parallel, message in ((ParallelConfig(ep_size=2), "from_pretrained"), (ParallelConfig(cp_size=2), "an engine takes 1")):
+    two = ParallelConfig(ep_size=2)
+    for config, message in (
+        (EngineConfig(parallel=two), "from_pretrained"),
+        (EngineConfig(parallel=ParallelConfig(cp_size=2)), "an engine takes 1"),
+        (EngineConfig(parallel=two, enable_prefix_caching=True), "enable_prefix_caching and replay"),
+        (EngineConfig(parallel=ParallelConfig(role="decode"), replay="exact"), "enable_prefix_caching and replay"),
+        (EngineConfig(parallel=two, kernels="triton"), "several ranks run the plain operations"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            LLMEngine(model, Tokenizer.from_folder(MODEL), EngineConfig(parallel=parallel))
+            LLMEngine(model, Tokenizer.from_folder(MODEL), config)
 
 
 def test_streaming_on_several_ranks_is_refused(found: list[dict[str, Any]]) -> None:

@@ -157,6 +157,7 @@ def test_the_size_of_a_state_is_that_of_its_tokens() -> None:
         ("prefill", lambda e: e.resume([]), "resume needs"),
         ("normal", lambda e: e.prefill([[5]]), "prefill needs"),
         ("prefill", lambda e: e.prefill([[5]], SamplingParams(n=2)), "n = 1"),
+        ("prefill", lambda e: e.prefill([[5]], SamplingParams(prompt_logprobs=0)), "no structured outputs, prompt log"),
         ("decode", lambda e: e.resume([5]), "what LLMEngine.prefill returns, got int"),
     ],
 )

@@ -13,24 +13,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepinfer.checkpoint.load import load_model
+from deepinfer.engine_config import EngineConfig
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
+from deepinfer.outputs import ReplayMode
+from deepinfer.runtime import recovery_settings as settings
 from deepinfer.runtime.device import Device, InlineDevice
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.loop import StepLoop
+from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
+from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_checks import tokenize_bad_words
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 BLOCK_SIZE = 4
-MAX_LEN = 96
+MAX_LEN = 128
 EOS = 1
 
 
@@ -46,6 +52,12 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(GOLDEN / "bf16_full")
 
 
+@cache
+def tiny_grammars() -> GrammarCompiler:
+    """Grammars over the tokens of the tiny model."""
+    return GrammarCompiler(tiny_tokenizer(), EOS)
+
+
 class Outcome(NamedTuple):
     """Everything that a request must give whatever runs beside it."""
 
@@ -54,6 +66,7 @@ class Outcome(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     text: str | None
+    prompt_scores: list[TokenLogprobs]
 
 
 def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Request:
@@ -70,6 +83,7 @@ def make_request(name: str, prompt: Iterable[int], params: SamplingParams) -> Re
         stop_token_ids=frozenset({EOS, *params.stop_token_ids}),
         arrival_s=0.0,
         bad_words=tokenize_bad_words(params, tiny_tokenizer()),
+        grammar=None if params.form is None else tiny_grammars().compile(params.form).result(),
     )
 
 
@@ -90,7 +104,19 @@ class Harness:
         verification: str = "match",
         draft_budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        replay: ReplayMode = "full",
+        prefix_caching: bool = False,
+        num_ring_snapshots: int = 8,
+        num_host_blocks: int = 0,
     ) -> None:
+        model = model or tiny_model()
+        config = EngineConfig(
+            replay=replay,
+            enable_prefix_caching=prefix_caching,
+            num_ring_snapshots=num_ring_snapshots,
+            num_host_blocks=num_host_blocks,
+            num_speculative_tokens=num_speculative_tokens,
+        )
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -98,17 +124,29 @@ class Harness:
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             num_speculative_tokens=num_speculative_tokens,
+            num_ring_snapshots=settings.num_ring_snapshots(config),
         )
         self.device = device
-        self.scheduler = Scheduler(limits, draft_budget)
+        policy, names = settings.replay_policy(model, config), settings.cache_names(model, config)
+        self.scheduler = Scheduler(limits, draft_budget, policy, names)
         sizes = CacheSizes(
-            num_slots=max_num_seqs + 1, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_backtrack=num_speculative_tokens
+            num_slots=limits.num_slots,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_backtrack=settings.max_backtrack(limits),
         )
-        self.worker = Worker(model or tiny_model(), sizes, device, decode_buckets, num_speculative_tokens, verification)
+        self.worker = Worker(model, sizes, device, decode_buckets, num_speculative_tokens, verification, num_host_blocks)
         for tensor in self.worker.cache.tensors():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
-        self.scheduler.release.on_return = self.poison
+        blocks, slots = self.scheduler.blocks, self.scheduler.slots
+        if isinstance(blocks, SharedIdPool) and isinstance(slots, SharedIdPool):
+            # What stays in the cache is poisoned when it leaves it. A block that goes to host memory is copied by the next step.
+            slots.on_free = lambda i: self.poison((), i)
+            if not num_host_blocks:
+                blocks.on_free = lambda i: self.poison((i,), None)
+        else:
+            self.scheduler.release.on_return = self.poison
         self.logprobs: dict[int, list[float]] = defaultdict(list)
         self.loop = StepLoop(self.scheduler, self.worker, depth, self._on_events, clock=clock)
         self.sequences: list[Sequence] = []
@@ -120,7 +158,7 @@ class Harness:
     def poison(self, blocks: tuple[int, ...], slot: int | None) -> None:
         """The host's claim that nothing in flight can touch this memory any more, and NaN in it."""
         if isinstance(self.device, FuzzDevice):
-            for place in [("block", i) for i in blocks] + [("slot", slot)]:
+            for place in [("block", i) for i in blocks] + ([] if slot is None else [("slot", slot)]):
                 self.device.host_write(place)
         cache = self.worker.cache
         for pool in cache.pools.values():
@@ -132,18 +170,29 @@ class Harness:
             for memory in (*cache.rings, *cache.pending.values()):
                 memory[slot] = float("nan")
 
-    def add(self, request: Request) -> Sequence:
-        """Queue one completion of a request."""
-        sequence = Sequence.open(request, 0, len(self.sequences), tiny_tokenizer())
-        self.scheduler.add(sequence)
+    def open(self, request: Request, index: int = 0) -> Sequence:
+        """One completion of a request, not queued yet."""
+        sequence = Sequence.open(request, index, len(self.sequences), tiny_tokenizer())
         self.sequences.append(sequence)
+        return sequence
+
+    def add(self, request: Request, index: int = 0) -> Sequence:
+        """Queue one completion of a request."""
+        sequence = self.open(request, index)
+        self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> bool:
         """One step of the loop, with the books checked after it."""
         did_work = asyncio.run(self.loop.step())
-        self.scheduler.check_integrity()
+        self.check_integrity()
         return did_work
+
+    def check_integrity(self) -> None:
+        """The books of the scheduler and of the prefix cache."""
+        self.scheduler.check_integrity()
+        if self.scheduler.recovery.cache is not None:
+            self.scheduler.recovery.cache.check_integrity()
 
     def run(self) -> None:
         """Step until nothing is left."""
@@ -153,13 +202,18 @@ class Harness:
     def flush(self) -> None:
         """Apply what is in flight."""
         asyncio.run(self.loop.flush())
-        self.scheduler.check_integrity()
+        self.check_integrity()
 
     def outcome(self, sequence: Sequence) -> Outcome:
         """What a sequence has given so far; `text` where the scheduler keeps it."""
         text = None if sequence.stop_strings is None else sequence.stop_strings.text
         return Outcome(
-            sequence.output_token_ids, self.logprobs[sequence.seq_id], sequence.finish_reason, sequence.stop_reason, text
+            sequence.output_token_ids,
+            self.logprobs[sequence.seq_id],
+            sequence.finish_reason,
+            sequence.stop_reason,
+            text,
+            sequence.prompt_scores,
         )
 
 

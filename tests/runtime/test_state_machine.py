@@ -1,6 +1,7 @@
 """Anything that can happen to requests, at random: every finished one equals its lone reference run, bit for bit."""
 
 import random
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,7 @@ SEEN = {
     "preemptions": 0,
     "stale_results": 0,
     "chunked_prefills": 0,
+    "forks": 0,
     "late_looks": 0,
     "slot_reuse": 0,
     "aborted": 0,
@@ -37,7 +39,8 @@ PARAMS += [
     SamplingParams(max_tokens=14, seed=3, presence_penalty=1.5, frequency_penalty=0.6, repetition_penalty=1.4, **FEW),
     SamplingParams(max_tokens=14, seed=5, bad_words=["ab", "cc", "bca"], stop="ca", min_tokens=4, **FEW),
     SamplingParams(max_tokens=12, seed=6, stop=["a a", "bcb"], include_stop_str_in_output=True, logit_bias={69: 1.0}, **FEW),
-    SamplingParams(max_tokens=11, seed=7, forced_token_ids=(5, 1, 5, 90, 5, 67), logprobs=0),
+    SamplingParams(max_tokens=11, seed=7, forced_token_ids=(5, 1, 5, 90, 5, 67), logprobs=0, prompt_logprobs=1),
+    SamplingParams(max_tokens=14, seed=9, structured_outputs={"regex": "(ab|[abc]d?){6,9}"}, logprobs=0),
 ]
 LONGEST = max(len(p) for p in PROMPTS) + 14
 
@@ -101,6 +104,12 @@ class Runtime(RuleBasedStateMachine):
     def add(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         self.harness.add(make_request(str(len(self.harness.sequences)), prompt, params))
 
+    @rule(prompt=st.sampled_from(PROMPTS[1:]), params=st.sampled_from(PARAMS))
+    def add_completions(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        request = make_request(str(len(self.harness.sequences)), prompt, params)
+        first, second = (self.harness.open(request, index) for index in range(2))
+        self.harness.scheduler.add(first, [second])
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -147,7 +156,12 @@ class Runtime(RuleBasedStateMachine):
         harness.run()
         for sequence in harness.sequences:
             assert sequence.status is Status.FINISHED
-            expected = reference_outcome(sequence.request.prompt_token_ids, sequence.request.params)
+            params = sequence.request.params
+            expected = reference_outcome(
+                sequence.request.prompt_token_ids, replace(params, seed=(params.seed or 0) + sequence.index)
+            )
+            if sequence.index > 0:
+                expected = expected._replace(prompt_scores=[])
             count = sequence.num_output_tokens
             if sequence.seq_id not in self.aborted:
                 assert harness.outcome(sequence) == expected
@@ -160,6 +174,7 @@ class Runtime(RuleBasedStateMachine):
         SEEN["preemptions"] += counters.preemptions
         SEEN["stale_results"] += counters.stale_results
         SEEN["chunked_prefills"] += counters.chunked_prefills
+        SEEN["forks"] += counters.forks
         SEEN["late_looks"] += self.device.late_looks
         SEEN["slot_reuse"] += len(harness.sequences) > harness.scheduler.slots.num_usable
         SEEN["aborted"] += len(self.aborted)

@@ -7,8 +7,9 @@
 | `quantize.py` | activations to FP8 values in channel order, also after the norm | `ops/quantize.py`, `ops/elementwise.py` |
 | `launch.py` | how kernels follow one another | |
 | `fp8_linear.py` | `y = x W^T` for FP8 weights, with FP8 or bfloat16 activations | `ops/matmul.py` |
-| `routing.py` | which tokens each expert gets, and the sum over a token's experts | `model/moe.py` |
-| `fp4_experts.py` | the routed experts with FP4 weights | `model/moe.py` |
+| `routing.py` | which tokens each expert gets, and the sum over a token's experts | `model/plain_forms.py` |
+| `fp4_experts.py` | the routed experts with FP4 weights | `model/plain_forms.py` |
+| `block_scaled.py` | both where tensor cores take codes and scales as stored | the same |
 
 The idea, in three steps.
 

@@ -1,6 +1,6 @@
 """The routed experts of a MoE layer with FP4 weights: route, up with SwiGLU and quantisation, down. No host synchronisation.
 
-The plain twin is `Experts._one_by_one` of `model/moe.py`. Three launches:
+The plain twin is `experts` of `model/plain_forms.py`. Three launches:
 
 * `routing.prepare`: activations quantised, pairs sorted by expert;
 * up: w1 and w3, interleaved by 8 rows so that gate and up of a channel meet in one thread. After the loop: the roundings to
@@ -26,6 +26,7 @@ from deepinfer.ops.triton_kernels.routing import LARGE_TILES, Prepared, prepare
 
 STAGES = 3  # loads in flight; more or fewer measured slower
 SPLIT_TOKENS = 256  # from here on some expert usually has more than 8 tokens
+MOST_TOKENS = 2048  # at once: every pair is compared with every other one to find its place
 
 
 @triton.jit
@@ -288,16 +289,19 @@ def fp4_experts(
         limit: of the clamp, above 0; `packing.hidden_bound` of it must not exceed LARGEST_HIDDEN.
         holds_all: no id marks an expert that is not held; with False such pairs give zeros.
     """
+    up, down = (up_words, up_scales, up_exponents), (down_words, down_scales, down_exponents)
     (t, topk), d = ids.shape, down_words.shape[1] * FP4_ROWS
     pairs, split = t * topk, t >= SPLIT_TOKENS
     if not pairs:
         return x.new_empty(t, topk, d, dtype=torch.bfloat16)
+    if t > MOST_TOKENS:
+        pieces = zip(x.split(MOST_TOKENS), ids.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
+        return torch.cat([fp4_experts(*piece, *up, *down, limit, holds_all, pdl) for piece in pieces])
     ids, weights = ids.contiguous(), weights.contiguous()
     prepared = prepare(x.contiguous(), ids, up_words.shape[0], split, pdl)
     hidden = torch.empty(pairs, up_words.shape[1] * FP4_ROWS // 2, dtype=torch.float16, device=x.device)
     allocate = torch.empty if holds_all else torch.zeros
     y = allocate((pairs, d), dtype=torch.bfloat16, device=x.device)
-    up, down = (up_words, up_scales, up_exponents), (down_words, down_scales, down_exponents)
     launch(True, prepared.x16, up, prepared, weights, hidden, limit, topk, split, pdl)
     launch(False, hidden, down, prepared, weights, y, limit, topk, split, pdl)
     return y.view(t, topk, d)

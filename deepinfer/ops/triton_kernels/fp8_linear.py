@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_of(t: int, n: int) -> Tiling:
-    """The best measured cut for `t` tokens and `n` rows on an H200."""
+    """The best measured cut for `t` tokens and `n` rows (of a group, if there are groups) on an H200."""
     if t <= 16:
         return Tiling(16, 64, 2, 4, 4)
     if t <= 32:
@@ -75,7 +75,7 @@ def fp8_linear_kernel(
     SPLIT: tl.constexpr,
     WARPS: tl.constexpr,
     BF16: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,  # rows n belong to group n // GROUP_ROWS of the input; 0: no groups
+    GROUP_ROWS: tl.constexpr,  # rows n belong to group n // GROUP_ROWS of the input, a multiple of ROWS; 0: no groups
     LAST_ADDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -169,7 +169,7 @@ def launch(
     `tiling` and `split` are for measurements; another split gives other bits.
     """
     m, n, k = x.shape[0], words.shape[0] * FP8_ROWS, words.shape[1] * 64
-    cut = tiling or tiling_of(m, n)
+    cut = tiling or tiling_of(m, group_rows or n)
     split = split or split_of(n, k)
     if split * m * n >= LARGEST_INDEX or x.numel() >= LARGEST_INDEX:
         raise ShapeError(f"a product of {m} tokens with {n} x {k} weights is too large for one call; give it in parts")

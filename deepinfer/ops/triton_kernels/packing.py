@@ -33,6 +33,8 @@ SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
 FP4_SIGNS = tuple(range(3, 32, 4))  # their places in the checkpoint
 MAGNITUDES = 0x77777777
 
+LAYOUTS = OPERAND_ORDER, CHECKPOINT_ORDER = "operand order", "checkpoint order"
+
 MMA_SYNC, WGMMA = 2, 3  # the instructions that multiply tiles of 8 tokens, and of 16 and more
 
 # Between the products of an expert values are kept as float16 times 2^8.
@@ -45,6 +47,14 @@ class PackedMatrix(NamedTuple):
     words: Int[Tensor, "*stack tiles"]  # int32, codes
     scales: Int[Tensor, "*stack more"]  # int32, what the decoder needs of each block's scale
     exponents: UInt8[Tensor, "*stack N"]  # biased exponent that is applied to a row's sum
+
+
+def layout_for(capability: tuple[int, int]) -> str:
+    """How weights lie in memory for the kernels of a device, one of `LAYOUTS`.
+
+    Tensor cores of compute capability 10 multiply block-scaled codes themselves and take them as the checkpoint has them.
+    """
+    return CHECKPOINT_ORDER if capability[0] == 10 else OPERAND_ORDER
 
 
 def hidden_bound(swiglu_limit: float, largest_weight: float) -> float:

@@ -3,7 +3,7 @@
 No sort and no look from the host: a product has programs for as many experts as could be active, and those behind the last
 active one return at once. The launch that counts also quantises the activations, since the products wait for both.
 A *pair* is `token * topk + choice`. Pairs are ordered by expert, then by token.
-The plain twins are `Experts._one_by_one` and `combine` of `model/moe.py`.
+The plain twins are `experts` and `combine` of `model/plain_forms.py`.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.ops.triton_kernels.launch import launch_options
-from deepinfer.ops.triton_kernels.quantize import blocks_of, store_quantized
+from deepinfer.ops.triton_kernels.quantize import blocks_of, store_quantized, warps_of
 
 PAIR_TILE = 64
 LIST_FIELDS = 4  # expert, its first place in the order, the place behind its last, unused
@@ -117,14 +117,30 @@ def prepare(x: Tensor, ids: Tensor, num_experts: int, split: bool, pdl: bool) ->
         split: list experts with more than TOKEN_TILE pairs from the back of the list.
     """
     (t, k), pairs, device = x.shape, ids.numel(), x.device
-    pair_tiles = triton.cdiv(pairs, PAIR_TILE)
     prepared = Prepared(
         torch.empty(t, k, dtype=torch.float16, device=device),
         torch.empty(t, dtype=torch.float32, device=device),
         torch.empty(pairs, dtype=torch.int32, device=device),
         torch.empty(pairs, LIST_FIELDS, dtype=torch.int32, device=device),
     )
-    prepare_kernel[(1 + pair_tiles + t,)](
+    launch(x, ids, prepared, t, num_experts, split, pdl)
+    return prepared
+
+
+def prepare_order(ids: Tensor, num_experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """`order` and `active` alone."""
+    unused = torch.empty(1, dtype=torch.float32, device=ids.device)
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    active = torch.empty(ids.numel(), LIST_FIELDS, dtype=torch.int32, device=ids.device)
+    launch(unused[None], ids, Prepared(unused, unused, order, active), 0, num_experts, False, pdl)
+    return order, active
+
+
+def launch(x: Tensor, ids: Tensor, prepared: Prepared, tokens: int, num_experts: int, split: bool, pdl: bool) -> None:
+    """List, sort, and quantise the first `tokens` tokens."""
+    pairs, k = ids.numel(), x.shape[1]
+    pair_tiles = triton.cdiv(pairs, PAIR_TILE)
+    prepare_kernel[(1 + pair_tiles + tokens,)](
         x,
         ids,
         *prepared,
@@ -138,10 +154,9 @@ def prepare(x: Tensor, ids: Tensor, num_experts: int, split: bool, pdl: bool) ->
         max(16, triton.next_power_of_2(num_experts + 1)),
         split,
         pdl,
-        num_warps=8,
+        num_warps=warps_of(tokens),
         **launch_options(pdl),
     )
-    return prepared
 
 
 @torch.library.custom_op("deepinfer::combine_experts", mutates_args=(), device_types="cuda")

@@ -1,0 +1,51 @@
+"""Which arithmetic an engine runs its model with: the plain definitions, what a compiler makes of them, or the Triton kernels."""
+
+from typing import NamedTuple
+
+import torch
+
+from deepinfer.engine_config import EngineConfig
+from deepinfer.errors import ConfigError
+from deepinfer.model.numerics import Ops, inductor_ops, reference_ops, triton_ops
+from deepinfer.ops.triton_kernels.launch import device_obstacle
+
+
+class Backend(NamedTuple):
+    """The operations of a model, and whether its parts are compiled."""
+
+    ops: Ops
+    compiles: bool
+    name: str
+
+
+def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
+    """The back end that `compile` and `kernels` ask for; "auto" is plain on a CPU and the fastest there is on a CUDA device.
+
+    Only `native` arithmetic has fast forms of its own; "auto" runs the other precisions plainly.
+
+    Raises: ConfigError for what this device or this combination cannot do.
+    """
+    is_fast = device.type == "cuda" and config.precision == "native"
+    obstacle = device_obstacle(device)
+    kernels = config.kernels
+    if kernels == "auto":
+        can_run = is_fast and obstacle is None and config.compile is not False
+        kernels = "triton" if can_run else "inductor" if config.compile is True and not config.batch_invariant else "plain"
+    if kernels == "triton" and obstacle is not None:
+        raise ConfigError(f'EngineConfig.kernels = "triton": {obstacle}')
+    compiles = kernels != "plain" if config.compile == "auto" else bool(config.compile)
+    if config.batch_invariant and device.type == "cpu" and (kernels != "plain" or compiles):
+        raise ConfigError(
+            "EngineConfig.batch_invariant = True: on a CPU it is proven for the plain operations, not for compiled ones"
+        )
+    if config.batch_invariant and device.type != "cpu" and not (kernels == "triton" and compiles):
+        raise ConfigError(
+            f'EngineConfig.batch_invariant = True: on {device} it needs kernels = "triton" and compile = True, '
+            f"got {kernels!r} and {compiles} with precision {config.precision!r}" + (f" ({obstacle})" if obstacle else "")
+        )
+    if kernels == "triton":
+        return Backend(triton_ops(batch_invariant=config.batch_invariant), compiles, kernels)
+    if kernels == "inductor":
+        return Backend(inductor_ops(), compiles, kernels)
+    static = device.type != "cpu" or compiles
+    return Backend(reference_ops(batch_invariant=config.batch_invariant, static_shapes=static), compiles, kernels)

@@ -1,0 +1,49 @@
+"""The compiled reading: the same modules, each through `torch.compile` by itself.
+
+Layers are compiled one by one and not as a whole model: layers of one kind share their code, so compile time does not grow with
+depth. Shapes are dynamic: one compilation serves every batch and chunk of two rows and more, and so every row gets the same
+arithmetic whatever its company.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepinfer.model.draft import DSpark
+from deepinfer.model.linear import StoredMatrix
+from deepinfer.model.transformer import Transformer
+
+LEAST_ROWS = 2  # compilers take a size of 1 for a special case
+# Kinds of layers times dtypes; beyond that the compiler gives up instead of compiling again.
+MOST_VARIANTS = 64
+
+
+def compile_model(model: Transformer, backend: str = "inductor") -> None:
+    """Compile the parts of a model when they are first called. Mutates `model`: calls of its parts go to compiled code."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    # Sizes that happen to be equal in the first call need not be equal in the next.
+    torch.fx.experimental._config.use_duck_shape = False
+    for matrix in model.modules():
+        if isinstance(matrix, StoredMatrix):
+            matrix.keep_scale_bytes()
+    for module in parts(model):
+        module.compile(fullgraph=True, dynamic=True, backend=backend)
+
+
+def parts(model: Transformer) -> list[nn.Module]:
+    """What is compiled: everything that runs in each step, cut where one layer ends and the next begins."""
+    engrams = [layer.engram for layer in model.layers if layer.engram is not None]
+    drafts: DSpark = model.mtp
+    return [model.rope, model.token_window, *engrams, *model.layers, *drafts.blocks, model.norm, model.head]
+
+
+def is_compiled(model: Transformer) -> bool:
+    """Whether `compile_model` has been here."""
+    return model.norm._compiled_call_impl is not None
+
+
+def compilation_count() -> int:
+    """Graphs that this process has compiled so far: constant once everything has been warmed up."""
+    counters: Any = torch._dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"])
