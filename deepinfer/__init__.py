@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepinfer.engine import LLMEngine
     from deepinfer.engine_config import EngineConfig
     from deepinfer.errors import (
+        AgreementError,
         CapacityError,
         CheckpointError,
         ConfigError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         GrammarError,
         MissingExtra,
         NothingToDraw,
+        PeerLost,
         PromptTooLong,
         RecipeError,
         RecordingError,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     )
     from deepinfer.model.transformer import Transformer
     from deepinfer.outputs import ChatMessage, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ToolCall
+    from deepinfer.parallel.config import ParallelConfig
+    from deepinfer.parallel.hand_over import RequestState
     from deepinfer.runtime.engine_core import EngineStats
     from deepinfer.sampling_params import SamplingParams
     from deepinfer.structured_outputs import StructuredOutputs
@@ -52,6 +56,7 @@ _HOMES = {
     "deepinfer.engine": ("LLMEngine",),
     "deepinfer.engine_config": ("EngineConfig",),
     "deepinfer.errors": (
+        "AgreementError",
         "CapacityError",
         "CheckpointError",
         "ConfigError",
@@ -61,6 +66,7 @@ _HOMES = {
         "GrammarError",
         "MissingExtra",
         "NothingToDraw",
+        "PeerLost",
         "PrefixFileError",
         "PromptTooLong",
         "RecipeError",
@@ -75,6 +81,8 @@ _HOMES = {
     ),
     "deepinfer.model.transformer": ("Transformer",),
     "deepinfer.outputs": ("ChatMessage", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ToolCall"),
+    "deepinfer.parallel.config": ("ParallelConfig",),
+    "deepinfer.parallel.hand_over": ("RequestState",),
     "deepinfer.runtime.engine_core": ("EngineStats",),
     "deepinfer.sampling_params": ("SamplingParams",),
     "deepinfer.structured_outputs": ("StructuredOutputs",),
@@ -83,6 +91,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AgreementError",
     "CapacityError",
     "ChatMessage",
     "CheckpointError",
@@ -99,6 +108,8 @@ __all__ = [
     "MissingExtra",
     "ModelConfig",
     "NothingToDraw",
+    "ParallelConfig",
+    "PeerLost",
     "PrefixFileError",
     "PromptTooLong",
     "Recipe",
@@ -108,6 +119,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestState",
     "ResponseParser",
     "SamplingParams",
     "ShapeError",

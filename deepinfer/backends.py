@@ -19,9 +19,10 @@ class Backend(NamedTuple):
 
 
 def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
-    """The back end that `compile` and `kernels` ask for; "auto" is plain on a CPU and the fastest there is on a CUDA device.
+    """The back end that `compile` and `kernels` ask for.
 
-    Only `native` arithmetic has fast forms of its own; "auto" runs the other precisions plainly.
+    "auto" is plain: the compiled reading has to be asked for with `compile=True`, and then "auto" takes the fastest kernels that
+    the device has. Only `native` arithmetic has fast forms of its own.
 
     Raises: ConfigError for what this device or this combination cannot do.
     """
@@ -29,8 +30,8 @@ def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
     obstacle = device_obstacle(device)
     kernels = config.kernels
     if kernels == "auto":
-        can_run = is_fast and obstacle is None and config.compile is not False
-        kernels = "triton" if can_run else "inductor" if config.compile is True and not config.batch_invariant else "plain"
+        fastest = "triton" if is_fast and obstacle is None else "inductor"
+        kernels = fastest if config.compile is True else "plain"
     if kernels == "triton" and obstacle is not None:
         raise ConfigError(f'EngineConfig.kernels = "triton": {obstacle}')
     compiles = kernels != "plain" if config.compile == "auto" else bool(config.compile)

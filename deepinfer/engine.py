@@ -13,6 +13,8 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,6 +31,10 @@ from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTo
 from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import CompletionOutput, RequestOutput
+from deepinfer.parallel.config import Role
+from deepinfer.parallel.expert_balance import ExpertBalance
+from deepinfer.parallel.group_engine import GroupEngineCore, Submission, load_share, local_device, open_core
+from deepinfer.parallel.hand_over import RequestState, check_fits, first_token_only
 from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
@@ -42,20 +48,31 @@ from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+SubmitAll = Callable[[EngineCore, list[Request], "list[_Sink]"], Coroutine[Any, Any, None]]
 
 
 class LLMEngine(ChatMixin):
-    """A model with everything needed to generate from it. Use as a context manager, or `close()` it."""
+    """A model with everything needed to generate from it. Use as a context manager, or `close()` it.
+
+    On several ranks (`EngineConfig.parallel`) every process makes the same calls with the same prompts.
+    """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig | None = None, *, name: str = "model"
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        name: str = "model",
+        balance: ExpertBalance | None = None,
     ) -> None:
         tokenizer.check_against(model.config)
         self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
-        self._thread = _EngineThread(EngineCore(model, tokenizer, self.config, open_device(model.device)))
+        core = open_core(model, tokenizer, self.config, open_device(model.device), balance)
+        self._thread = _EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
         weakref.finalize(self, self._grammars.close)
@@ -73,11 +90,15 @@ class LLMEngine(ChatMixin):
         engine_config = EngineConfig(**config)
         folder = locate_checkpoint(path_or_preset)
         device = _torch_device(engine_config.device)
+        name = folder.resolve().name
+        if engine_config.parallel.ep_size > 1:
+            model, balance = load_share(folder, engine_config, local_device(engine_config.device, device))
+            return cls(model, Tokenizer.from_folder(folder), engine_config, name=name, balance=balance)
         backend = choose_backend(engine_config, device)
         model = load_model(folder, engine_config.precision, device, ops=backend.ops)
         if backend.compiles:
             compile_model(model)
-        return cls(model, Tokenizer.from_folder(folder), engine_config, name=folder.resolve().name)
+        return cls(model, Tokenizer.from_folder(folder), engine_config, name=name)
 
     def __repr__(self) -> str:
         if self._thread.is_closed:
@@ -102,7 +123,7 @@ class LLMEngine(ChatMixin):
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results in the order of the prompts.
+        """Complete every prompt; results in the order of the prompts. Of several ranks, rank 0 returns them all, the others none.
 
         Args:
             prompts: one prompt or several; each a text, a list of token ids, or `{"prompt_token_ids": [...]}`.
@@ -115,18 +136,90 @@ class LLMEngine(ChatMixin):
 
         Raises: RequestError or CapacityError naming the first prompt that cannot be served, before any has started.
         """
+        self._check_role("generate", Role.NORMAL)
+        requests = self._prompt_requests(prompts, sampling_params)
+        outputs = self._run(self._share(requests), _submit_all, use_tqdm)
+        return self._collect(outputs, len(requests))
+
+    def _prompt_requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """One request for each prompt, a single prompt included."""
         single = isinstance(prompts, str | bytes | dict) or (
             isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
         )
         if not single and not isinstance(prompts, Sequence):
             raise Rejected(f"prompts: expected a text, a list of token ids or a list of prompts, got {type(prompts).__name__}")
         batch: Any = [prompts] if single else prompts
-        requests = self._requests(batch, sampling_params)
+        return self._requests(batch, sampling_params)
+
+    def prefill(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestState]:
+        """Process every prompt up to its first token, in an engine of role PREFILL.
+
+        The states, in the order of the prompts, go on in the `resume` of another engine, in this process or another one (they can
+        be pickled). Of several ranks, rank 0 returns them all.
+
+        Raises: as `generate`; Rejected for `n` other than 1, structured outputs, and whatever returns something of prompt tokens.
+        """
+        self._check_role("prefill", Role.PREFILL)
+        requests = self._prompt_requests(prompts, sampling_params)
+        if any(request.params.n != 1 for request in requests):
+            raise Rejected("prefill takes n = 1: give a prompt several times, with seeds of its own")
+        if any(request.grammar is not None or request.params.needs_every_row for request in requests):
+            raise Rejected("prefill hands over no structured outputs, prompt log probabilities or features")
+        own = self._share(requests)
+        self._run([first_token_only(request) for request in own], _submit_all, use_tqdm)
+        states = self._thread.ask(lambda core: _take_states(core, own)).result()
+        return self._collect(states, len(requests))
+
+    def resume(self, states: Sequence[RequestState], *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete requests that were prefilled elsewhere, in an engine of role DECODE; results in the order of the states.
+
+        Outputs are those of one engine that does everything, but for `request_id`, which is this engine's. Of several ranks, each
+        gives the same states and rank 0 returns all outputs.
+
+        Raises: Rejected for a state of another model; CapacityError if one can never fit.
+        """
+        self._check_role("resume", Role.DECODE)
+        limits = self._thread.core.limits
+        for state in states:
+            check_fits(state, self.model, limits.num_speculative_tokens)
+            limits.check_fits(state.request, f"request {state.request.request_id}")
+        renamed = [replace(state, request=replace(state.request, request_id=str(self._next_count()))) for state in states]
+        own = self._share(renamed)
+        outputs = self._run([state.request for state in own], partial(_resume_all, own), use_tqdm)
+        return self._collect(outputs, len(renamed))
+
+    def _check_role(self, method: str, role: Role) -> None:
+        if self.config.parallel.role != role:
+            raise Rejected(
+                f"{method} needs ParallelConfig.role = {role.value!r}; this engine's is {str(self.config.parallel.role)!r}"
+            )
+
+    def _share(self, requests: list[T]) -> list[T]:
+        """Those that this rank owns."""
+        core = self._thread.core
+        return core.share(requests) if isinstance(core, GroupEngineCore) else requests
+
+    def _collect(self, results: list[T], num_requests: int) -> list[T]:
+        """Those of all ranks."""
+        core = self._thread.core
+        if not isinstance(core, GroupEngineCore):
+            return results
+        self.flush()  # the last vote too: a peer waits for it
+        return core.collect(results, num_requests)
+
+    def _run(self, requests: list[Request], submit_all: "SubmitAll", use_tqdm: bool) -> list[RequestOutput]:
+        """Queue requests, wait for all of them, and end what is left when that is interrupted."""
         sinks = [_Sink() for _ in requests]
         submission: concurrent.futures.Future[None] | None = None
         try:
             with tqdm(total=len(requests), unit="request", disable=not use_tqdm, desc="generating") as progress:
-                submission = self._thread.ask(lambda core: _submit_all(core, requests, sinks))
+                submission = self._thread.ask(lambda core: submit_all(core, requests, sinks))
                 submission.result()
                 for sink in sinks:
                     sink.future.result()
@@ -144,6 +237,9 @@ class LLMEngine(ChatMixin):
 
         A slow consumer skips states and loses no text. Leaving the iteration, or cancelling it, aborts the request.
         """
+        if isinstance(self._thread.core, GroupEngineCore):
+            raise Rejected("stream and agenerate serve one process; on several ranks all of them call generate")
+        self._check_role("stream", Role.NORMAL)
         await self._wait_for_grammar(sampling_params)
         (request,) = self._requests([prompt], sampling_params)
         sink = _Sink(asyncio.get_running_loop())
@@ -202,9 +298,7 @@ class LLMEngine(ChatMixin):
         room = longest - len(token_ids)
         max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         grammar = self._grammar(index, params, max_new_tokens)
-        with self._count_lock:
-            self._request_count += 1
-            count = self._request_count
+        count = self._next_count()
         eos = () if params.ignore_eos else (config.eos_token_id,)
         request = Request(
             request_id=str(count),
@@ -220,8 +314,14 @@ class LLMEngine(ChatMixin):
             grammar=grammar,
         )
         check_something_can_be_drawn(request, f"prompt {index}", config.vocab_size)
-        core.limits.check_fits(request, f"prompt {index}")
+        is_prefill = self.config.parallel.role == Role.PREFILL
+        core.limits.check_fits(first_token_only(request) if is_prefill else request, f"prompt {index}")
         return request
+
+    def _next_count(self) -> int:
+        with self._count_lock:
+            self._request_count += 1
+            return self._request_count
 
     async def _wait_for_grammar(self, params: Any) -> None:
         """Let other coroutines run until a grammar has been compiled, well or not."""
@@ -357,8 +457,23 @@ def _serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
 
 
 async def _submit_all(core: EngineCore, requests: list[Request], sinks: "list[_Sink]") -> None:
-    for request, sink in zip(requests, sinks, strict=True):
-        await core.submit(request, sink.put, sink.fail)
+    await _queue(core, [partial(core.submit, r, sink.put, sink.fail) for r, sink in zip(requests, sinks, strict=True)])
+
+
+async def _resume_all(states: list[RequestState], core: EngineCore, requests: list[Request], sinks: "list[_Sink]") -> None:
+    await _queue(core, [partial(core.resume, s, sink.put, sink.fail) for s, sink in zip(states, sinks, strict=True)])
+
+
+async def _queue(core: EngineCore, submissions: Sequence[Submission]) -> None:
+    if isinstance(core, GroupEngineCore):
+        await core.serve(submissions)
+        return
+    for submit in submissions:
+        await submit()
+
+
+async def _take_states(core: EngineCore, requests: list[Request]) -> list[RequestState]:
+    return core.exports.take(requests)
 
 
 async def _abort_all(core: EngineCore, requests: list[Request]) -> None:

@@ -1,11 +1,12 @@
 """How an engine runs a model: precision, device, and the sizes of its steps and caches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import precision_named
 from deepinfer.outputs import ReplayMode
+from deepinfer.parallel.config import ParallelConfig
 from deepinfer.runtime.verify import VERIFICATIONS
 from deepinfer.sampling_params import SEED_LIMIT, shown
 
@@ -35,9 +36,9 @@ class EngineConfig:
             they do not pay; else every draft is verified. The choice follows the clock: under "rejection", or without
             `batch_invariant`, equal runs may then differ.
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
-        compile: run the model's layers through `torch.compile`; "auto" does so on a CUDA device in `native` precision.
+        compile: run the model's layers through `torch.compile`; "auto" does so for `kernels` other than "plain".
         kernels: "triton" reads quantised weights with kernels of our own, "inductor" leaves them to the compiler, "plain" is the
-            definition; "auto" takes the fastest that the device has (see `deepinfer.backends`).
+            definition; "auto" is "plain", or with `compile=True` the fastest that the device has (see `deepinfer.backends`).
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         enable_prefix_caching: keep the entries of finished and preempted sequences for those that begin alike.
         replay: "full" computes every token in every layer and takes nothing from the cache; "exact" saves work where the result
@@ -47,6 +48,7 @@ class EngineConfig:
         num_host_blocks: cache blocks in host memory that take in what the device gives away of stored prefixes.
         max_queued_requests: submissions beyond this many waiting ones block (async) until some have started.
         max_logprobs: most log probabilities beside the chosen token's that a request may ask for; -1 is no limit.
+        parallel: ranks that share the work; one process by default.
         seed: seeds of requests that bring none derive from it.
     """
 
@@ -71,6 +73,7 @@ class EngineConfig:
     num_host_blocks: int = 0
     max_queued_requests: int = 100_000
     max_logprobs: int = 20
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,5 +109,6 @@ class EngineConfig:
         require("num_ring_snapshots", valid, f"expected None or an integer from 0 to {LARGEST}")
         for name in ("adaptive_verification", "batch_invariant", "enable_prefix_caching"):
             require(name, isinstance(getattr(self, name), bool), "expected True or False")
+        require("parallel", isinstance(self.parallel, ParallelConfig), "expected a ParallelConfig")
         require("max_logprobs", is_int("max_logprobs", -1), f"expected an integer from -1 (no limit) to {LARGEST}")
         require("seed", is_int("seed", 0, SEED_LIMIT - 1), "expected an integer from 0 to 2^63 - 1")

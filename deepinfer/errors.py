@@ -15,8 +15,10 @@ DeepInferError
 │   └── Rejected
 ├── CapacityError
 ├── StepError
+│   ├── PeerLost
 │   ├── GrammarError
 │   └── NothingToDraw
+├── AgreementError
 ├── RecordingError
 ├── EngineClosed
 ├── PrefixFileError
@@ -117,6 +119,23 @@ class CapacityError(DeepInferError):
 
 class StepError(DeepInferError):
     """A step failed on the device."""
+
+
+class PeerLost(StepError):
+    """Another rank did not come to a collective: it died, hangs, or runs something else.
+
+    Attributes:
+        rank: who noticed.
+        missing: ranks that did not come, as far as is known.
+    """
+
+    def __init__(self, message: str, rank: int, missing: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.rank, self.missing = rank, missing
+
+
+class AgreementError(DeepInferError):
+    """Ranks that must agree do not; the message gives what each of them says."""
 
 
 class GrammarError(StepError):

@@ -38,6 +38,7 @@ LAYER_OF = {
     "presets": "checkpoint",
     "inspect_checkpoint": "checkpoint",
     "runtime": "runtime",
+    "parallel": "runtime",
     "engine": "engine",
     "backends": "engine",
     "training": "tools",
@@ -54,6 +55,9 @@ WITHOUT_TORCH = [
     "runtime/ids",
     "runtime/scheduler",
     "runtime/release",
+    "parallel/config",
+    "parallel/voting",
+    "parallel/placement",
     "config",
     "visibility",
 ]

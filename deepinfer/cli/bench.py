@@ -93,6 +93,11 @@ def _add_host_measurements(kinds: Any) -> None:
     overlap = kinds.add_parser("overlap", help="steady decode in the plain and the overlapped loop, alternating")
     masks = kinds.add_parser("masks", help="what grammars cost a step of steady decode, with and without, alternating")
     timeline = kinds.add_parser("timeline", help="a picture of host and device lanes, as a Chrome trace and a PNG")
+    simulate = kinds.add_parser("simulate", help="expert balance and votes of large groups, without a device")
+    simulate.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="group sizes")
+    simulate.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default 384)")
+    simulate.add_argument("--layers", type=int, default=8, help="layers of the Zipf loads (default 8)")
+    simulate.add_argument("--zipf", type=float, nargs="+", default=[0.5, 1.0], help="exponents of the Zipf loads")
     for kind in (overlap, masks, timeline):
         kind.add_argument("-m", "--model", default="mini", help="a checkpoint folder or a preset's name (default mini)")
         kind.add_argument("--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native)")
@@ -107,7 +112,7 @@ def _add_host_measurements(kinds: Any) -> None:
     masks.add_argument("--steps", type=positive, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
     bench_replay.add_arguments(kinds)
-    for kind in (scheduler, overlap, masks):
+    for kind in (scheduler, overlap, masks, simulate):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -135,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
         return run_measurement(args)
     if args.what == "timeline":
         return run_timeline(args)
+    if args.what == "simulate":
+        return run_simulate(args)
     if args.what == "replay":
         return bench_replay.run(args, print_table)
     rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
@@ -272,6 +279,26 @@ def overlap_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(asdict(figures) | {"wall_over_device": figures.wall_ms / max(figures.device_ms, 1e-9)})
             print(json.dumps(rows[-2:]), file=sys.stderr)
     return rows
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Two tables: expert loads, then votes."""
+    import numpy as np
+
+    from deepinfer.bench.simulate import PUBLISHED_TOP_K, measure_balance, measure_votes, measured_shares, zipf_shares
+
+    loads = {f"zipf {s:g}": zipf_shares(args.layers, args.experts, s, np.random.default_rng(0)) for s in args.zipf}
+    loads["mini"] = measured_shares(args.experts, np.random.default_rng(0))
+    balance = [
+        asdict(measure_balance(name, shares, ranks, PUBLISHED_TOP_K)) for name, shares in loads.items() for ranks in args.ranks
+    ]
+    votes = [asdict(measure_votes(ranks)) for ranks in args.ranks]
+    print_table(balance)
+    print()
+    print_table(votes)
+    if args.json:
+        args.json.write_text(json.dumps({"balance": balance, "votes": votes}, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def masks_rows(args: argparse.Namespace) -> list[dict[str, Any]]:

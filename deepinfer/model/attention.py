@@ -60,6 +60,8 @@ class Attention(nn.Module):
             chosen = self.indexer(x, query_latent, table.query, rows, shared, cache)
             candidates = shared.candidates if chosen.candidates is None else chosen.candidates
             shared = Shared(shared.pool, chosen.selected, candidates)
+        if rows.context is not None:
+            rows.context.fill_halo(kv, cache.ring)
         out = self._attend(q, kv, rows, shared, cache)
         store_latest(rows, kv, cache.ring)
         return self.output(out, table.query), shared
@@ -109,7 +111,11 @@ class Attention(nn.Module):
             entries = round_fp4_e4m3(entries)
         pool = cache.pool
         assert pool is not None
-        pool.write(rows, entries, self.indexer.keys(latent, table.entry))
+        index_keys = self.indexer.keys(latent, table.entry)
+        if rows.context is None:
+            pool.write(rows, entries, index_keys)
+        else:
+            rows.context.write_entries(pool, rows, entries, index_keys)
         return Shared(pool, shared.selected, shared.candidates)
 
     def _attend(

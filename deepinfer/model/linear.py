@@ -65,6 +65,9 @@ class StoredMatrix(nn.Module):
         if self.expanded is not None:
             chosen = self.expanded if part is None else self.expanded[part]
             return chosen.to(dtype)
+        return self._decoded(dtype, part)
+
+    def _decoded(self, dtype: torch.dtype, part: int | Shaped[Tensor, " ids"] | None = None) -> Float[Tensor, "*stack N K"]:
         if self.fmt == "bf16":
             return (self.weight if part is None else self.weight[part]).to(dtype)
         decode = dequantize_fp8 if self.fmt == "fp8" else dequantize_fp4
@@ -90,10 +93,27 @@ class StoredMatrix(nn.Module):
         if self.is_quantized and self.packed is None:
             self.scale_bytes = self.scale.view(torch.uint8)
 
+    def record(self, member: int) -> UInt8[Tensor, " bytes"]:
+        """Everything that is stored of one member of a stack: the bytes of its weight, then those of its scales."""
+        return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in self._stored(member)])
+
+    def store_record(self, member: int, record: UInt8[Tensor, " bytes"]) -> None:
+        """Replace one member of a stack by a `record` of another. Mutates the parameters and what is decoded from them."""
+        parts = self._stored(member)
+        for part, of_part in zip(parts, record.split([part.nbytes for part in parts]), strict=True):
+            place = part.view(torch.uint8)
+            place.copy_(of_part.view(place.shape))
+        if self.expanded is not None:
+            self.expanded[member] = self._decoded(self.expanded.dtype, member)
+
+    def _stored(self, member: int) -> list[Tensor]:
+        if self.packed is not None:
+            return [tensor[member] for tensor in self.packed.tensors()]
+        return [parameter[member] for parameter in self.parameters(recurse=False)]
+
     def expand(self, dtype: torch.dtype) -> None:
         """Keep the decoded values in `dtype` from now on."""
-        self.expanded = None
-        self.expanded = self.values(dtype)
+        self.expanded = self._decoded(dtype)
 
 
 class Linear(StoredMatrix):

@@ -4,6 +4,7 @@ Source: specification section 9. w1 is the gate, w3 the up and w2 the down proje
 """
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,14 +26,36 @@ class MoE(nn.Module):
         self.gate = Router(config.dim, moe, numerics)
         self.experts = Experts(config, moe, numerics, expert_ids)
         self.shared_experts = SharedExpert(config, moe, numerics)
+        self.exchange: ExpertExchange = here
 
     def forward(self, x: Float[Tensor, "T D"], is_padding: Bool[Tensor, " T"] | None = None) -> Float[Tensor, "T D"]:
         """Rows marked as padding visit no expert that is packed for kernels, so that none is read for them."""
         weights, ids = self.gate(x)
         if is_padding is not None and self.experts.w1.packed is not None:
             ids = ids.masked_fill(is_padding[:, None], self.experts.nobody)
-        routed = self.numerics.ops.combine(self.experts(x, weights, ids), ids)
+        routed = self.numerics.ops.combine(self.exchange(self.experts, x, weights, ids), ids)
         return (routed + self.shared_experts(x).float()).to(x.dtype)
+
+    def forward_without_rows(self, like: Float[Tensor, "0 D"]) -> None:
+        """Take part in the exchange of a step in which this process has no rows."""
+        pairs = (0, self.gate.moe.n_activated_experts)
+        weights = torch.zeros(pairs, dtype=torch.float32, device=like.device)
+        self.exchange(self.experts, like, weights, torch.zeros(pairs, dtype=torch.int64, device=like.device))
+
+
+class ExpertExchange(Protocol):
+    """Brings (token, expert) pairs to the experts, wherever those are, and their outputs back."""
+
+    def __call__(
+        self, experts: "Experts", x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"]
+    ) -> Float[Tensor, "T K D"]: ...
+
+
+def here(
+    experts: "Experts", x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"]
+) -> Float[Tensor, "T K D"]:
+    """All experts are in this process."""
+    return experts(x, weights, ids)
 
 
 class SharedExpert(nn.Module):
@@ -83,3 +106,7 @@ class Experts(nn.Module):
     def local_ids(self, ids: Int[Tensor, "T K"]) -> Int[Tensor, "T K"]:
         """Place of each chosen expert in the stack; the number of experts held for one that is not."""
         return ids if self.holds_all else self.place_of_expert[ids]
+
+    def address_by_slot(self) -> None:
+        """From now on ids are places in the stack: the caller knows which expert is where. Mutates what ids mean, no weight."""
+        self.expert_ids, self.holds_all = tuple(range(len(self.expert_ids))), True

@@ -6,10 +6,11 @@ consecutive and their positions ascend by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from deepinfer.dims import Bool, Int, Tensor
+from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.errors import ShapeError
 
 TRASH_SLOT = 0  # ring slot and cache block that padding rows write to; nothing reads them
@@ -30,6 +31,7 @@ class Rows:
         block_size: tokens in a cache block.
         window_starts: first position of each sequence whose window rows exist, where a replay began; None: all begin at 0.
         write_floors: position of each sequence below which entries and pending groups stay as they are stored; None: 0.
+        context: if other ranks run other rows of the same sequence in the same forward.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -42,6 +44,7 @@ class Rows:
     block_size: int
     window_starts: Int[Tensor, " B"] | None = None
     write_floors: Int[Tensor, " B"] | None = None
+    context: "ContextExchange | None" = None
 
     @property
     def max_tokens(self) -> int:
@@ -61,6 +64,18 @@ class Rows:
     def keep_new(self, is_new: Bool[Tensor, " T"]) -> Bool[Tensor, " T"]:
         """`is_new` without the rows that only replay: what those would write is stored already, and better."""
         return is_new if self.write_floors is None else is_new & (self.positions >= self.write_floors[self.seq_ids])
+
+
+class ContextExchange(Protocol):
+    """Brings what rows need of the same sequence's rows on other ranks, layer by layer."""
+
+    def fill_halo(self, kv: Float[Tensor, "T Dh"], ring: Float[Tensor, "slots R Dh"]) -> None:
+        """Before attention: write the window rows in front of each row group into its ring."""
+        ...
+
+    def write_entries(self, pool: Any, rows: Rows, entries: Float[Tensor, "T Dh"], index_keys: Float[Tensor, "T Di"]) -> None:
+        """Instead of `pool.write(rows, ..)`: store the entries of all ranks' rows."""
+        ...
 
 
 def pack_rows(

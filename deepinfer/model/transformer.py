@@ -102,6 +102,12 @@ class Transformer(nn.Module):
             streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding)
         return Hidden(rows, collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
+    def forward_without_rows(self) -> None:
+        """The part of a forward that other processes wait for when this one has no rows: each layer's exchange of experts."""
+        like = torch.zeros(0, self.config.dim, dtype=self.numerics.precision.activation_dtype, device=self.device)
+        for layer in cast(list[Layer], list(self.layers)):
+            layer.ffn.forward_without_rows(like)
+
     def logits(self, final: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         """Float32 logits of collapsed hidden rows."""
         return self.head(self.norm(final))

@@ -18,6 +18,8 @@ from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineC
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
+from deepinfer.parallel.config import Role
+from deepinfer.parallel.hand_over import Arrivals, Exports, RequestState, first_event, start_sequence
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
@@ -82,6 +84,7 @@ class EngineCore:
         is_speculative = self.limits.num_speculative_tokens > 0
         precision = model.numerics.precision.name
         self.outputs = OutputProcessor(tokenizer, precision, time.monotonic, is_speculative, config.replay)
+        self.arrivals, self.exports = Arrivals(), Exports(self.worker)
         self.steps = self.generated_tokens = 0
         self._replay_policy = replay_policy(model, config)
         self._cache_names = cache_names(model, config)
@@ -96,11 +99,18 @@ class EngineCore:
         drafts = self.limits.num_speculative_tokens
         budget = DraftBudget(drafts) if drafts and self.config.adaptive_verification else None
         self.scheduler = Scheduler(self.limits, budget, self._replay_policy, self._cache_names)
-        self.loop = StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
+        if self.config.parallel.role == Role.PREFILL:
+            self.scheduler.on_finish = self.exports.keep_cache
+        self.loop = self._open_loop()
+
+    def _open_loop(self) -> StepLoop:
+        return StepLoop(self.scheduler, self.worker, self.config.async_scheduling, self._on_events)
 
     def _on_events(self, events: list[SequenceEvent]) -> None:
         self.steps += 1
         self.generated_tokens += sum(len(event.result.token_ids) for event in events)
+        if self.config.parallel.role == Role.PREFILL:
+            self.exports.keep_states(events)
         for event in events:
             if event.result.failure is not None:
                 self._end_failed(event.sequence.request, event.result.failure)
@@ -119,7 +129,7 @@ class EngineCore:
         if self.worker.decode_buckets:
             warm_up(self.worker)
         while not self._is_closing:
-            if not self.scheduler.has_work:
+            if not self.loop.has_work and not self.arrivals:
                 self._idle.set()
                 self._room.set()
                 self._wake.clear()
@@ -127,10 +137,10 @@ class EngineCore:
                 continue
             self._idle.clear()
             try:
+                self.arrivals.admit(self.scheduler, self.worker)
                 await self.loop.step()
             except Exception as error:
-                logger.exception("step %d failed; the requests in it end", self.steps)
-                self._fail(self._touched(), StepError(f"step {self.steps} failed: {type(error).__name__}: {error}"))
+                self._step_failed(error)
             if not self._is_full:
                 self._room.set()
             # Submissions, aborts and stream consumers run here, beside the device.
@@ -140,6 +150,10 @@ class EngineCore:
         # Whoever waits for room or for idleness is answered before the event loop stops.
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
+
+    def _step_failed(self, error: Exception) -> None:
+        logger.exception("step %d failed; the requests in it end", self.steps)
+        self._fail(self._touched(), StepError(f"step {self.steps} failed: {type(error).__name__}: {error}"))
 
     def _touched(self) -> list[LiveRequest]:
         """All requests but those that only wait: they have no rows in a step and no memory to lose."""
@@ -155,6 +169,8 @@ class EngineCore:
         for live in lives:
             del self.outputs.live[live.request.request_id]
         counters = self.scheduler.counters
+        # Those that wait with their cache are computed anew, like the others.
+        self.arrivals.clear()
         self._reset()
         self.scheduler.counters = counters
         for live in self.outputs.live.values():
@@ -181,12 +197,26 @@ class EngineCore:
             self._next_seq_id += 1
             sequences.append(Sequence.open(request, index, self._next_seq_id, self.outputs.tokenizer))
         # Whoever wants something of every row has to compute every row.
-        if len(request.prompt_token_ids) > 1 and not request.params.returns_features:
+        can_fork = self.config.parallel.ep_size == 1 and len(request.prompt_token_ids) > 1
+        if can_fork and not request.params.returns_features:
             self.scheduler.add(sequences[0], sequences[1:])
         else:
             for sequence in sequences:
                 self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
+        self._wake.set()
+
+    async def resume(
+        self, state: RequestState, on_output: Callable[[RequestOutput], None], on_error: Callable[[DeepInferError], None]
+    ) -> None:
+        """Go on with a request that another engine has prefilled. Raises CapacityError if it can never fit."""
+        self.limits.check_fits(state.request, f"request {state.request.request_id}")
+        self._next_seq_id += 1
+        sequence = start_sequence(state, self._next_seq_id, self.outputs.tokenizer)
+        self.outputs.open(state.request, [sequence], on_output, on_error)
+        if state.cache is not None:
+            self.arrivals.add(sequence, state.cache)
+        self.outputs.process([first_event(state, sequence)])
         self._wake.set()
 
     @property
@@ -198,12 +228,14 @@ class EngineCore:
         live = self.outputs.live.get(request_id)
         if live is not None:
             for sequence in live.sequences:
+                if self.arrivals.drop(sequence):
+                    self.scheduler.waiting.append(sequence)
                 self.scheduler.abort(sequence)
             self.outputs.publish(live)
 
     async def flush(self) -> None:
         """Wait until nothing is queued, running or in flight."""
-        while self.scheduler.has_work and not self._is_closing:
+        while (self.loop.has_work or self.arrivals) and not self._is_closing:
             self._idle.clear()
             self._wake.set()
             await self._idle.wait()
@@ -309,11 +341,12 @@ def warm_up(worker: Worker) -> None:
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
     """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs."""
-    can_capture = device.can_capture and model.numerics.ops.static_shapes
+    # The exchange between ranks reads counts on the host.
+    can_capture = device.can_capture and model.numerics.ops.static_shapes and config.parallel.ep_size == 1
     if config.cuda_graphs is True and not can_capture:
         raise ConfigError(
-            f"EngineConfig.cuda_graphs = True: needs a CUDA device and reference_ops(static_shapes=True), "
-            f"got {device.torch_device} and static_shapes={model.numerics.ops.static_shapes}"
+            f"EngineConfig.cuda_graphs = True: needs a CUDA device, reference_ops(static_shapes=True) and ep_size 1, "
+            f"got {device.torch_device}, static_shapes={model.numerics.ops.static_shapes} and {config.parallel.ep_size}"
         )
     if config.cuda_graphs is False or not can_capture:
         return ()

@@ -49,6 +49,11 @@ class StepLoop:
         self.previous: WorkerStepState | None = None
         self.newest: WorkerStepState | None = None
 
+    @property
+    def has_work(self) -> bool:
+        """Whether another step has something to do."""
+        return self.scheduler.has_work
+
     async def step(self) -> bool:
         """Advance by one step; False if there was nothing to do. Not to be cancelled: a step's result would be lost."""
         return await (self._overlapped_step() if self.depth else self._plain_step())

@@ -92,6 +92,11 @@ class SequencePlan(NamedTuple):
     replay: ReplaySpan | None = None
     context: tuple[int, ...] = ()
 
+    @property
+    def is_chunk(self) -> bool:
+        """Whether known tokens are fed that are more than the last one alone: a prompt or a part of one."""
+        return self.q_cap - self.n_drafts > 1 or not self.is_sampling
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerOutputs:

@@ -5,7 +5,7 @@ difference is whether the result of step N has been applied when step N + 1 is p
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deepinfer.errors import CapacityError, GrammarError
@@ -68,6 +68,22 @@ class SequenceEvent:
 
 
 @dataclass(slots=True)
+class PlannedStep:
+    """Rows with their memory reserved, not yet a step: `Scheduler.commit` makes it one, `withdraw_prefill` takes prompts out."""
+
+    running: list[tuple[Sequence, SequencePlan]]
+    admitted: list[tuple[Sequence, SequencePlan]]
+
+    @property
+    def rows(self) -> list[tuple[Sequence, SequencePlan]]:
+        return self.running + self.admitted
+
+    @property
+    def has_prefill(self) -> bool:
+        return bool(self.admitted) or any(plan.is_chunk for _, plan in self.running)
+
+
+@dataclass(slots=True)
 class SchedulerCounters:
     """Totals since the start, for statistics and for tests that ask whether a mechanism was exercised."""
 
@@ -120,6 +136,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.shared_prompts = SharedPrompts()
         self.counters = SchedulerCounters()
+        # Told of a sequence that ends by itself while it still owns its memory.
+        self.on_finish: Callable[[Sequence], None] | None = None
         self._in_flight: deque[tuple[SchedulerOutputs, list[Sequence]]] = deque()
         # seq_id -> (row group, epoch) in the newest planned step, for sequences that draw a token there
         self._last_row_of: dict[int, tuple[int, int]] = {}
@@ -140,6 +158,18 @@ class Scheduler:
                 each.grammar = each.request.start_grammar()
         self.waiting.append(sequence)
         self.shared_prompts.add(sequence, others)
+
+    def adopt(self, sequence: Sequence, confirmed: int) -> bool:
+        """Start a sequence whose first `confirmed` tokens come with their cache rows, if there is memory; whether there was.
+
+        On success the caller fills the memory before the next step is launched. It must not be in the queue.
+        """
+        if self._free_places <= 0 or not self._reserve(sequence, confirmed):
+            return False
+        (sequence.slot,) = self.slots.take(1)
+        sequence.status, sequence.confirmed = Status.RUNNING, confirmed
+        self.running.append(sequence)
+        return True
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
@@ -166,15 +196,33 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutputs | None:
         """Plan the next step from confirmed state and in-flight bounds alone; None if nothing can run now."""
+        return self.commit(self.plan())
+
+    def demand(self) -> tuple[bool, int]:
+        """Whether a prompt waits, whole or in part, and how many running sequences could decode."""
+        wants_prefill, num_decodable = bool(self.waiting), 0
+        for sequence in self.running:
+            start = sequence.next_position
+            if self._is_chunk(sequence, start):
+                wants_prefill = True
+            else:
+                num_decodable += self._wanted(sequence, start) > 0
+        return wants_prefill, num_decodable
+
+    def plan(self, *, allow_prefill: bool = True) -> PlannedStep:
+        """Reserve memory for the next step. Without `allow_prefill`, for running sequences that decode only.
+
+        Preempts as `schedule` does, and a preemption stands even if the rows it made room for are withdrawn.
+        """
         budget = self.limits.max_num_batched_tokens
         planned: list[tuple[Sequence, SequencePlan]] = []
-        everyone_fits = True  # else memory that comes free belongs to those who run
+        everyone_fits = allow_prefill  # else memory that comes free belongs to those who run
         for sequence in tuple(self.running):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for an older one in this very call
             start = sequence.next_position
             count = self._cut(sequence, start, min(self._wanted(sequence, start), budget))
-            if count == 0:
+            if count == 0 or (not allow_prefill and self._is_chunk(sequence, start)):
                 continue
             reserved = self._reserve(sequence, start + count)
             while not reserved and not self._shortfall_is_on_its_way(sequence, start + count):
@@ -192,9 +240,34 @@ class Scheduler:
             for plan in self._fork(leader, row.start, budget if everyone_fits else 0):
                 planned.append(plan)
                 budget -= 1
-        if everyone_fits:
-            planned += [(sequence, self._plan(sequence, start, count)) for sequence, start, count in self._admit(budget)]
-        return self._commit_plan(planned)
+        admitted = self._admit(budget) if everyone_fits else ()
+        return PlannedStep(planned, [(sequence, self._plan(sequence, start, count)) for sequence, start, count in admitted])
+
+    def withdraw_prefill(self, step: PlannedStep) -> None:
+        """Undo what a planned step reserved for prompts; the queue and the pools are as before. Mutates `step`.
+
+        Nothing may have been taken from a cache of prefixes, and nobody may have forked: copies would be on their way.
+        """
+        # In reverse, so that the pools hand out the same ids again.
+        for sequence, plan in reversed(step.admitted):
+            if plan.epoch != sequence.epoch:
+                continue  # aborted since
+            assert sequence.slot is not None
+            self.running.remove(sequence)
+            self.slots.give_back((sequence.slot,))
+            self.recovery.leave(sequence)
+            sequence.status, sequence.slot = Status.WAITING, None
+            self.waiting.appendleft(sequence)
+        for sequence, plan in reversed(step.running):
+            if plan.is_chunk and plan.epoch == sequence.epoch:
+                kept = self.limits.blocks_for(plan.start)
+                self.blocks.give_back(reversed(sequence.blocks[kept:]))
+                sequence.blocks = sequence.blocks[:kept]
+        step.running, step.admitted = [row for row in step.running if not row[1].is_chunk], []
+
+    def _is_chunk(self, sequence: Sequence, start: int) -> bool:
+        """Whether the next rows of a running sequence are known tokens, more than the last one alone."""
+        return not self._continues_last_step(sequence, start) and len(sequence.token_ids) - start > 1
 
     def _wanted(self, sequence: Sequence, position: int) -> int:
         """Rows the sequence could use from `position` on, before any budget."""
@@ -256,7 +329,6 @@ class Scheduler:
             kept += self.shared_prompts.num_waiting([sequence])
             left = len(sequence.token_ids) - entry.start
             count = self._cut(sequence, entry.start, min(left, budget))
-            self.counters.chunked_prefills += count < left
             budget -= count
             yield sequence, entry.start, count
 
@@ -332,10 +404,22 @@ class Scheduler:
         first = max(start, len(sequence.prompt_scores))
         return range(first, max(first, min(start + count, sequence.num_prompt_tokens - 1)))
 
-    def _commit_plan(self, planned: list[tuple[Sequence, SequencePlan]]) -> SchedulerOutputs | None:
-        if not planned:
-            return None
-        is_decode = all(plan.q_cap - plan.n_drafts == 1 and plan.is_sampling and plan.replay is None for _, plan in planned)
+    def commit(self, planned_step: PlannedStep, kind: StepKind | None = None) -> SchedulerOutputs | None:
+        """Make a planned step the next one.
+
+        Args:
+            kind: PREFILL or DECODE as agreed with other ranks; a step without rows is then an EMPTY_PREFILL or IDLE. None: what
+                the rows are, and no step without rows.
+        """
+        # A sequence may have been aborted since; its memory has gone.
+        planned = [(sequence, plan) for sequence, plan in planned_step.rows if plan.epoch == sequence.epoch]
+        if kind is None:
+            if not planned:
+                return None
+            is_decode = not any(plan.is_chunk or plan.replay is not None for _, plan in planned)
+            kind = StepKind.DECODE if is_decode else StepKind.PREFILL
+        elif not planned:
+            kind = StepKind.EMPTY_PREFILL if kind is StepKind.PREFILL else StepKind.IDLE
         before, after = self.recovery.take_copies()
         draft_rows, proposes = sum(plan.n_drafts for _, plan in planned), self._can_propose(planned)
         if self.draft_budget is not None and draft_rows + proposes > 0:
@@ -343,7 +427,7 @@ class Scheduler:
             draft_rows, proposes = min(draft_rows, each * len(planned)), proposes and each > 0
         step = SchedulerOutputs(
             step_seq=self._next_step,
-            kind=StepKind.DECODE if is_decode else StepKind.PREFILL,
+            kind=kind,
             sequences=tuple(plan for _, plan in planned),
             draft_rows=draft_rows,
             proposes=proposes,
@@ -356,6 +440,7 @@ class Scheduler:
         self._last_row_of = {plan.seq_id: (row, plan.epoch) for row, (_, plan) in enumerate(planned) if plan.is_sampling}
         self._in_flight.append((step, [sequence for sequence, _ in planned]))
         self.counters.scheduled_tokens += step.num_rows
+        self.counters.chunked_prefills += sum(not plan.is_sampling for _, plan in planned_step.admitted)
         return step
 
     def _can_propose(self, planned: list[tuple[Sequence, SequencePlan]]) -> bool:
@@ -419,8 +504,10 @@ class Scheduler:
         return len(token_ids)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.running.remove(sequence)
         sequence.finish_reason = reason
+        if self.on_finish is not None:
+            self.on_finish(sequence)
+        self.running.remove(sequence)
         self._retire(sequence, Status.FINISHED)
 
     def _preempt(self, sequence: Sequence) -> None:

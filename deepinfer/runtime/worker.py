@@ -110,10 +110,15 @@ class Worker:
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
         vocab_size = self.model.config.vocab_size if self.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
-        before, box = None if previous is None else previous.outputs, StepBox()
+        # A step without rows leaves nothing to read; whoever sat it out has been applied by now.
+        before = None if previous is None or not previous.plan.sequences else previous.outputs
+        box = StepBox()
 
         @torch.inference_mode()
         def forward() -> None:
+            if not plan.sequences:
+                self.model.forward_without_rows()
+                return
             self._copy_cache(plan.copies_before)
             if is_static:
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
@@ -218,6 +223,9 @@ class Worker:
         `inputs` are built once the step before has been applied, so that they are exact.
         """
         box = state.box
+        if not state.plan.sequences:
+            box.result, box.copied = StepResult(step_seq=state.plan.step_seq), self.device.record(COMPUTE)
+            return
 
         # Traces name launches after these functions.
         def sampler() -> None:

@@ -1,0 +1,1 @@
+"""Many ranks: experts split over processes, requests owned by one each, and the agreement that keeps their steps alike."""
