@@ -134,10 +134,12 @@ class Scheduler:
         Raises `CapacityError` if it could never run, naming the sizes.
         """
         self.limits.check_fits(sequence.request, f"request {sequence.request.request_id}")
-        if sequence.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
-            sequence.grammar = sequence.request.start_grammar()
+        followers = list(followers)
+        for one in (sequence, *followers):
+            if one.grammar is None:  # one that is queued anew keeps its tokens, and its place in the grammar with them
+                one.grammar = one.request.start_grammar()
         self.waiting.append(sequence)
-        self.shared_prompts.add(sequence, list(followers))
+        self.shared_prompts.add(sequence, followers)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now. Later results for it are stale. Aborting twice, or after the end, does nothing."""
