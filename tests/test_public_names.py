@@ -38,6 +38,7 @@ LAYER_OF = {
     "presets": "checkpoint",
     "inspect_checkpoint": "checkpoint",
     "runtime": "runtime",
+    "backends": "engine",
     "engine": "engine",
     "backends": "engine",
     "training": "tools",

@@ -88,7 +88,7 @@ def first_token(name: str, config: EngineConfig, begin: float) -> dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """The fresh process: a model's name, a configuration as JSON, when it was started; one line with the figures on standard output."""
+    """The fresh process: model, configuration as JSON, and when it was started; prints one line with the figures."""
     name, settings, begin = arguments
     print(MARK + json.dumps(first_token(name, EngineConfig(**json.loads(settings)), float(begin))), flush=True)
     return 0
