@@ -39,7 +39,7 @@ pytestmark = [
 CUT = "flash_slice:6:16"
 BLOCK = 64
 COMPANY = (0, 1, 2, 3, 4, 6, 7, 8, 14, 15, 16)  # so that batches stand at the edges of the buckets and beside them
-INVARIANT = EngineConfig(batch_invariant=True, device="cuda", max_num_seqs=17, max_model_len=512)
+INVARIANT = EngineConfig(batch_invariant=True, compile=True, device="cuda", max_num_seqs=17, max_model_len=512)
 
 
 @pytest.fixture(autouse=True)

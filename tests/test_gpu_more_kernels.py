@@ -76,7 +76,7 @@ def float32_case(n: int, k: int, dtype: torch.dtype) -> Case:
 
     x = (torch.randn(ROWS, k, device="cuda") * torch.exp(torch.randn(ROWS, k, device="cuda"))).to(dtype)
     w = torch.randn(n, k, device="cuda").bfloat16()
-    return Case((x,), lambda x: (float32_linear(x, w),), (x.double() @ w.double().T,), 1e-5)
+    return Case((x,), lambda x: (float32_linear(x, w),), (x.double() @ w.double().T,), 5e-5)
 
 
 def mix_case(dim: int, dtype: torch.dtype) -> Case:

@@ -77,8 +77,11 @@ def sample(
 def first_largest(x: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
     """`argmax` over the vocabulary, the lower id among equals; in two stages, so that one row keeps a device busy."""
     size = next((size for size in STAGE_SIZES if x.shape[1] % size == 0 and x.shape[1] > size), None)
-    if x.device.type == "cpu" or size is None:
-        return x.argmax(dim=-1)
+    return x.argmax(dim=-1) if x.device.type == "cpu" or size is None else largest_in_stages(x, size)
+
+
+def largest_in_stages(x: Float[Tensor, "B V"], size: int) -> Int[Tensor, " B"]:
+    """The first largest of runs of `size` numbers, then of the runs."""
     values, ids = x.unflatten(1, (-1, size)).max(dim=-1)
     stage = values.argmax(dim=-1, keepdim=True)
     return (stage * size + ids.gather(1, stage)).squeeze(1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from deepinfer.dims import Bool, Float, Int, Tensor
 
-NEG_INF = float("-inf")
+NEG_INF, NAN = float("-inf"), float("nan")
 INDEX_LIMIT = 2**31 - 1
 
 
@@ -24,8 +24,10 @@ def topk_stable(scores: Float[Tensor, "T C"], k: int) -> tuple[Float[Tensor, "T 
 
 def topk_by_keys(scores: Float[Tensor, "T C"], k: int) -> tuple[Float[Tensor, "T k"], Int[Tensor, "T k"]]:
     """`topk_stable` without sorting everything: score and index make one integer key, so that no two keys are equal."""
-    # Integers order as the floats do once the magnitude bits of negative ones are flipped; -0 and 0 are one score.
-    bits = torch.where(scores == 0, 0.0, scores).float().view(torch.int32)
+    # Integers order as the floats do once the magnitude bits of negative ones are flipped; -0 and 0 are one score, and NaN of
+    # either sign is the largest.
+    plain = torch.where(scores == 0, 0.0, scores).float()
+    bits = torch.where(plain.isnan(), NAN, plain).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & INDEX_LIMIT)).to(torch.int64)
     keys = (ordered << 32) + (INDEX_LIMIT - torch.arange(scores.shape[1], device=scores.device))
     ids = INDEX_LIMIT - (torch.topk(keys, k, dim=-1).values & INDEX_LIMIT)

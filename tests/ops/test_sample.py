@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.ops.sample import filter_logits, sample, token_logprobs
+from deepinfer.ops.sample import filter_logits, largest_in_stages, sample, token_logprobs
 
 NEG_INF = float("-inf")
 
@@ -108,6 +108,15 @@ def test_greedy_takes_the_first_largest_logit() -> None:
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0], [2.0, 2.0, 2.0, 2.0], [-5.0, -9.0, -5.0, -4.0]])
     assert draw(logits, temperature=0.0).tolist() == [1, 0, 3]
     assert sample(logits, *[torch.zeros(3)] * 6, any_random=False).tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize("size", [2, 5, 20])
+def test_the_first_largest_in_two_stages_is_the_first_of_all(size: int) -> None:
+    x = torch.randn(500, 100, generator=torch.Generator().manual_seed(3)).round()
+    x[0] = NEG_INF
+    x[1, 37] = x[1, 99] = float("nan")
+    assert (x == x.amax(dim=1, keepdim=True)).sum(dim=1).float().mean() > 1.2, "equals are what this is about"
+    assert torch.equal(largest_in_stages(x, size), x.argmax(dim=1))
 
 
 def test_a_single_kept_token_is_drawn_at_any_temperature() -> None:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer.ops.select import NEG_INF, candidate_mask, select_entries, topk_stable
+from deepinfer.ops.select import NEG_INF, _compact, candidate_mask, select_entries, topk_by_keys, topk_stable
 from tests.golden import recorded_unit
 
 # Few distinct values, so that ties are common; None is an entry that may not be chosen.
@@ -62,3 +62,30 @@ def test_equal_scores_rank_by_index_however_many_there_are() -> None:
     values, ids = topk_stable(torch.zeros(1, 1000), 7)
     assert ids.tolist() == [list(range(7))]
     assert values.tolist() == [[0.0] * 7]
+
+
+# Every kind of number whose order is not that of its bits.
+SPECIAL = (float("nan"), -float("nan"), float("inf"), NEG_INF, 0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3e38, -3e38)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(row=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=40), k=st.integers(1, 40))
+def test_integer_keys_choose_what_a_stable_sort_chooses(dtype: torch.dtype, row: list[float], k: int) -> None:
+    scores, k = torch.tensor([row, row[::-1]]).to(dtype), min(k, len(row))
+    values, ids = topk_by_keys(scores, k)
+    sorted_values, sorted_ids = torch.sort(scores, dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, sorted_ids[:, :k])
+    assert torch.equal(values.nan_to_num(7), sorted_values[:, :k].nan_to_num(7))
+
+
+def test_integer_keys_choose_among_many_equal_scores() -> None:
+    scores = torch.randn(16, 5000, generator=torch.Generator().manual_seed(1)).mul(2).round()
+    assert torch.equal(topk_by_keys(scores, 512)[1], topk_stable(scores, 512)[1])
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_taken_entries_move_to_the_front_in_order(taken: list[bool]) -> None:
+    expected = [i for i, is_taken in enumerate(taken) if is_taken]
+    found = _compact(torch.tensor([taken, [not t for t in taken]]))
+    assert found[0].tolist() == expected + [-1] * (len(taken) - len(expected))
+    assert sorted(found.flatten().tolist()) == [-1] * len(taken) + list(range(len(taken)))
