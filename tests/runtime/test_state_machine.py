@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -191,8 +192,9 @@ class Runtime(RuleBasedStateMachine):
 
 
 TestRuntime = Runtime.TestCase
+TestRuntime.pytestmark = [pytest.mark.timeout(1200)]
 TestRuntime.settings = settings(
-    max_examples=70, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
