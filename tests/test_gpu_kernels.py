@@ -341,6 +341,16 @@ def test_outputs_are_summed_as_the_plain_combine_sums_them() -> None:
         assert torch.equal(combine_experts(outputs, ids), combine(outputs, ids))
 
 
+def test_a_token_without_experts_is_summed_within_its_own_outputs() -> None:
+    """A padding token has the id of no expert in every place; whole numbers, because the order of equal ids is open."""
+    from deepinfer.ops.triton_kernels.routing import combine_experts
+
+    outputs = torch.randint(-8, 9, (5, 6, 1024), device="cuda").bfloat16()
+    ids = torch.stack([torch.randperm(384, device="cuda")[:6] for _ in range(5)])
+    ids[2:] = 384
+    assert torch.equal(combine_experts(outputs, ids), combine(outputs, ids))
+
+
 def test_experts_can_be_captured_and_compiled() -> None:
     from deepinfer.ops.triton_kernels.routing import combine_experts
 

@@ -88,7 +88,9 @@ def combine_kernel(y_ptr, ids_ptr, out_ptr, N, TOPK: tl.constexpr, TOPK2: tl.con
     ids = tl.load(ids_ptr + token * TOPK + choice, mask=choice < TOPK, other=2**30).to(tl.int32)
     # Padding gets distinct ranks behind the real ones.
     ids = tl.where(choice < TOPK, ids, ids + choice)
-    rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), 1)
+    # A padding token has the same id in all places, that of no expert: ranks must differ all the same.
+    is_before = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (choice[None, :] < choice[:, None]))
+    rank = tl.sum(is_before.to(tl.int32), 1)
     first = tl.sum(tl.where(rank == 0, choice, 0), 0)
     total = tl.load(y_ptr + (token * TOPK + first) * N + n, mask=n < N, other=0.0).to(tl.float32)
     for i in tl.static_range(1, TOPK):
