@@ -18,9 +18,8 @@ COMPANY = [[3 + (17 * i + j) % 300 for j in range(1 + i % 9)] for i in range(40)
 
 def answer(output: Any) -> tuple[list[int], list[float]]:
     completion = output.outputs[0]
-    return completion.token_ids, [
-        entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
+    chosen = zip(completion.token_ids, completion.logprobs, strict=True)
+    return completion.token_ids, [around[token].logprob for token, around in chosen]
 
 
 def alone(engine: LLMEngine) -> Any:
@@ -50,10 +49,7 @@ def through_agenerate(engine: LLMEngine) -> Any:
 
 def through_stream(engine: LLMEngine) -> Any:
     async def last() -> Any:
-        output = None
-        async for output in engine.stream(PROMPT, SAMPLED):
-            pass
-        return output
+        return [output async for output in engine.stream(PROMPT, SAMPLED)][-1]
 
     return answer(asyncio.run(last()))
 
