@@ -105,6 +105,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 def test_an_engine_of_compiled_layers_gives_the_plain_tokens(tiny: Path) -> None:
     """The graphs alone, without code generation, so that the bits can be equal; nothing is compiled after the first requests."""

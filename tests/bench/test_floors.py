@@ -30,7 +30,7 @@ def test_observed_experts_replace_the_even_ones(config: ModelConfig) -> None:
     # What is multiplied does not depend on which experts are shared.
     even = decode_work(config, sequences=64, context=1024)
     assert even[floors.EXPERTS].flops == parts[floors.EXPERTS].flops
-    assert even[floors.EXPERTS].bytes == pytest.approx(LAYERS * 244.3 * EXPERT_BYTES, rel=1e-3)
+    assert even[floors.EXPERTS].bytes == pytest.approx(LAYERS * 384 * (1 - (378 / 384) ** 64) * EXPERT_BYTES)
 
 
 def test_even_routing() -> None:
