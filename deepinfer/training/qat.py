@@ -5,6 +5,7 @@ other modules stay as they are. Rounding is off during pre-training and on while
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ class MasterMatrix(StoredMatrix):
         if self.rounding:
             weight = straight_through(WEIGHT_ROUNDING[self.export_format], weight)
         return weight.to(dtype)
+
+
+def each_by_itself(x: Float[Tensor, "T K"], matrices: tuple[Any, ...], numerics: Numerics) -> tuple[Float[Tensor, "T N"], ...]:
+    """Products of one input, each master with the rounding that its export will bring."""
+    return tuple(matrix(x) for matrix in matrices)
 
 
 class MasterLinear(MasterMatrix, Linear):
@@ -137,7 +143,7 @@ def build_trainable(config: ModelConfig, activation_dtype: torch.dtype, device: 
     """A `Transformer` of float32 masters for the (quantised) configuration of the export; values are not initialised."""
     precision = Precision(name="training", activation_dtype=activation_dtype, quantize_activations=False, round_caches=False)
     with torch.device("meta"):
-        model = Transformer(config, Numerics(precision=precision, ops=reference_ops()))
+        model = Transformer(config, Numerics(precision=precision, ops=replace(reference_ops(), linears=each_by_itself)))
         _replace_stored(model)
     for module in model.modules():
         for name, parameter in module._parameters.items():
