@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.golden import compare
 from deepinfer.golden.observe import DEFAULT_PATTERNS
+from deepinfer.model.compiled import compile_model
 from deepinfer.model.numerics import PRECISIONS, reference_ops
 from deepinfer.ops.matmul import without_onednn
 from deepinfer.presets import random_model, tiny_config
@@ -78,4 +79,19 @@ def test_compiled_feed_forward_equals_eager(backend: str, tmp_path: Path) -> Non
         ffn.shared_experts.forward = torch.compile(ffn.shared_experts.forward, backend=backend, dynamic=False)
     with without_onednn():
         compiled = record_tiny(tmp_path / "compiled", model, patterns=DEFAULT_PATTERNS)
+    check_equal(golden, compiled, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
+def test_compiled_layers_equal_eager(tmp_path: Path) -> None:
+    """Whole layers through the code generator, as an engine compiles them; what happens inside one cannot be observed."""
+    golden = record_tiny(tmp_path / "golden", patterns=DEFAULT_PATTERNS)
+    model = fresh_model(static_shapes=True)
+    torch.compiler.reset()
+    compile_model(model)
+    with without_onednn():
+        compiled = record_tiny(tmp_path / "compiled", model, patterns=())
     check_equal(golden, compiled, "float32")
