@@ -27,10 +27,11 @@ from deepinfer.chat.chat_mixin import ChatMixin
 from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
+from deepinfer.engine_thread import EngineThread, Sink
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
 from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
-from deepinfer.outputs import CompletionOutput, RequestOutput
+from deepinfer.outputs import RequestOutput
 from deepinfer.parallel.config import Role
 from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_engine import GroupEngineCore, Submission, load_share, local_device, open_core
@@ -48,7 +49,7 @@ from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-SubmitAll = Callable[[EngineCore, list[Request], "list[_Sink]"], Coroutine[Any, Any, None]]
+SubmitAll = Callable[[EngineCore, list[Request], "list[Sink]"], Coroutine[Any, Any, None]]
 
 
 class LLMEngine(ChatMixin):
@@ -72,7 +73,7 @@ class LLMEngine(ChatMixin):
         self._count_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
         core = open_core(model, tokenizer, self.config, open_device(model.device), balance)
-        self._thread = _EngineThread(core)
+        self._thread = EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
         weakref.finalize(self, self._grammars.close)
@@ -215,7 +216,7 @@ class LLMEngine(ChatMixin):
 
     def _run(self, requests: list[Request], submit_all: "SubmitAll", use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests, wait for all of them, and end what is left when that is interrupted."""
-        sinks = [_Sink() for _ in requests]
+        sinks = [Sink() for _ in requests]
         submission: concurrent.futures.Future[None] | None = None
         try:
             with tqdm(total=len(requests), unit="request", disable=not use_tqdm, desc="generating") as progress:
@@ -242,7 +243,7 @@ class LLMEngine(ChatMixin):
         self._check_role("stream", Role.NORMAL)
         await self._wait_for_grammar(sampling_params)
         (request,) = self._requests([prompt], sampling_params)
-        sink = _Sink(asyncio.get_running_loop())
+        sink = Sink(asyncio.get_running_loop())
         try:
             await asyncio.wrap_future(self._thread.ask(lambda core: _submit_all(core, [request], [sink])))
             while True:
@@ -409,58 +410,11 @@ class LLMEngine(ChatMixin):
             self._thread.ask(lambda core: _abort_all(core, requests)).result()
 
 
-class _EngineThread:
-    """The thread that runs an engine's loop, and the door to it from other threads. Knows nothing of `LLMEngine`."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core: EngineCore | None = core
-        self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(self._loop, core), name="deepinfer-engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._core is None
-
-    @property
-    def core(self) -> EngineCore:
-        """For reading what never changes. Raises EngineClosed."""
-        if (core := self._core) is None:
-            raise EngineClosed("the engine was closed; load it again with LLMEngine.from_pretrained")
-        return core
-
-    def ask(self, question: Callable[[EngineCore], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
-        """Run a coroutine on the engine's loop. What is asked before `close` is answered. Raises EngineClosed."""
-        with self._lock:
-            return asyncio.run_coroutine_threadsafe(question(self.core), self._loop)
-
-    def close(self) -> None:
-        """Stop the loop, drop the model, wait for the thread."""
-        with self._lock:
-            core, self._core = self._core, None
-            if core is not None:
-                with suppress(RuntimeError):  # the thread has died by an error of its own
-                    self._loop.call_soon_threadsafe(core.close)
-        # The garbage collector may drop an engine on any thread, this one included.
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-
-def _serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_until_complete(core.run())
-    finally:
-        core.worker.device.close()
-        loop.close()
-
-
-async def _submit_all(core: EngineCore, requests: list[Request], sinks: "list[_Sink]") -> None:
+async def _submit_all(core: EngineCore, requests: list[Request], sinks: "list[Sink]") -> None:
     await _queue(core, [partial(core.submit, r, sink.put, sink.fail) for r, sink in zip(requests, sinks, strict=True)])
 
 
-async def _resume_all(states: list[RequestState], core: EngineCore, requests: list[Request], sinks: "list[_Sink]") -> None:
+async def _resume_all(states: list[RequestState], core: EngineCore, requests: list[Request], sinks: "list[Sink]") -> None:
     await _queue(core, [partial(core.resume, s, sink.put, sink.fail) for s, sink in zip(states, sinks, strict=True)])
 
 
@@ -499,55 +453,3 @@ def _torch_device(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"EngineConfig.device = {name!r}: no such device here; {reason}") from error
     return device
-
-
-class _Sink:
-    """Where the engine's thread leaves a request's newest output. Older states are overwritten, so it is bounded."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.future: concurrent.futures.Future[RequestOutput] = concurrent.futures.Future()
-        self._latest: RequestOutput | None = None
-        self._given: RequestOutput | None = None
-        self._loop, self._event = loop, asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._latest = output
-        if output.finished and not self.future.done():
-            self.future.set_result(output)
-        self._notify()
-
-    def fail(self, error: DeepInferError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._loop is not None:
-            # A consumer whose loop has been closed listens no more.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._event.set)
-
-    async def changed(self) -> RequestOutput:
-        """The newest output that has not been handed out. Raises what the request failed with."""
-        while not self.future.done() and self._latest is self._given:
-            self._event.clear()
-            await self._event.wait()
-        self._given = self.future.result() if self.future.done() else self._latest
-        assert self._given is not None
-        return self._given
-
-    def last_output(self, request: Request) -> RequestOutput:
-        """The newest output, or an empty one for a request that never started."""
-        if self._latest is not None:
-            return self._latest
-        empty = [
-            CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort", seed=request.seed + i)
-            for i in range(request.params.n)
-        ]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=empty,
-            finished=True,
-        )

@@ -13,10 +13,11 @@ import torch
 
 from deepinfer import LLMEngine, RequestOutput, SamplingParams
 from deepinfer.errors import CapacityError, NothingToDraw, Rejected, RequestError
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.output_processor import OutputProcessor
 from deepinfer.runtime.plan import SequenceResult, StepResult, TokenLogprobs
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits
+from deepinfer.runtime.scheduler import Scheduler
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.tokenizer import Tokenizer
 from tests.golden import GOLDEN

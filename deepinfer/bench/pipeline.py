@@ -8,10 +8,11 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import ReplayMode
 from deepinfer.runtime.device import open_device
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_ring_snapshots, replay_policy
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams

@@ -18,9 +18,10 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.compiled import compilation_count
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import open_device
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits
+from deepinfer.runtime.scheduler import Scheduler
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams

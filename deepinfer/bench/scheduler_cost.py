@@ -5,9 +5,10 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import SequenceResult, StepResult
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits
+from deepinfer.runtime.scheduler import Scheduler
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.sampling_params import SamplingParams
 

@@ -23,8 +23,8 @@ from deepinfer.parallel.load_counter import LoadCounter
 from deepinfer.parallel.placement import imbalance, place_evenly, place_experts, plan_moves
 from deepinfer.parallel.simulator import Arrival, simulate
 from deepinfer.presets import flash_slice
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import StepKind
-from deepinfer.runtime.scheduler import SchedulerLimits
 from deepinfer.tokenizer import Tokenizer
 
 WINDOW_STEPS = 1000

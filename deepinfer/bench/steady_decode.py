@@ -13,9 +13,10 @@ from deepinfer.model.cache import CacheSizes, ModelCache
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import COMPUTE, open_device
 from deepinfer.runtime.draft_budget import DraftBudget
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.runtime.trace import Tracer, TracingDevice
 from deepinfer.runtime.worker import Worker

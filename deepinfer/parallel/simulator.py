@@ -19,9 +19,10 @@ from deepinfer.parallel.group_loop import GroupLoop
 from deepinfer.parallel.voting import Motion
 from deepinfer.runtime.constraints import SamplerInputs
 from deepinfer.runtime.device import COPY, Event, InlineDevice
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import SchedulerOutputs, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams

@@ -23,13 +23,14 @@ from deepinfer.parallel.hand_over import Arrivals, Exports, RequestState, first_
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.output_processor import LiveRequest, OutputProcessor
 from deepinfer.runtime.prefix_cache import PrefixCache
 from deepinfer.runtime.prefix_file import load_prefixes, save_prefixes
 from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_host_blocks, num_ring_snapshots, replay_policy
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker

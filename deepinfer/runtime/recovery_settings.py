@@ -7,9 +7,9 @@ from deepinfer.dims import Tensor
 from deepinfer.engine_config import EngineConfig
 from deepinfer.model.tail import first_decoder_layer
 from deepinfer.model.transformer import Transformer
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.recovery import CacheNames
 from deepinfer.runtime.replay import ReplayPolicy
-from deepinfer.runtime.scheduler import SchedulerLimits
 
 # Models up to this size are digested whole, larger ones by a sample of each tensor.
 WHOLE_DIGEST_BYTES = 2**30

@@ -6,15 +6,17 @@ difference is whether the result of step N has been applied when step N + 1 is p
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from deepinfer.errors import CapacityError, GrammarError
+from deepinfer.errors import GrammarError
 from deepinfer.outputs import FinishReason
+from deepinfer.runtime.counters import SchedulerCounters
 from deepinfer.runtime.draft_budget import DraftBudget
+from deepinfer.runtime.ending import finish_reason, observe
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import (
     NOT_IN_LAST_STEP,
     CacheCopy,
-    Observed,
     SchedulerOutputs,
     SequencePlan,
     SequenceResult,
@@ -23,40 +25,8 @@ from deepinfer.runtime.plan import (
 )
 from deepinfer.runtime.recovery import CacheNames, Recovery
 from deepinfer.runtime.replay import Entry, ReplayPolicy
-from deepinfer.runtime.request import Request
 from deepinfer.runtime.sequence import Sequence, Status, Ticket
 from deepinfer.runtime.shared_prompt import SharedPrompts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerLimits:
-    """Sizes the scheduler plans within; slots and blocks include the trash ones."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    num_speculative_tokens: int = 0  # most drafts verified for a sequence in a step
-    num_ring_snapshots: int = 0  # slots beyond those of running sequences
-
-    @property
-    def num_slots(self) -> int:
-        return self.max_num_seqs + self.num_ring_snapshots + 1
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-    def check_fits(self, request: Request, name: str) -> None:
-        """Raise `CapacityError`, naming the sizes, if the cache is too small for the request even when it runs alone."""
-        prompt, new = len(request.prompt_token_ids), request.max_new_tokens
-        # The last token is never fed, so it takes no place; drafts in flight and in the next step may take some and be rejected.
-        needed, usable = self.blocks_for(prompt + new - 1 + 2 * self.num_speculative_tokens), self.num_blocks - 1
-        if needed > usable:
-            raise CapacityError(
-                f"{name}: a prompt of {prompt} tokens and {new} new ones need {needed} cache blocks of "
-                f"{self.block_size} tokens, the cache has {usable}; raise num_blocks or lower max_tokens"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +51,6 @@ class PlannedStep:
     @property
     def has_prefill(self) -> bool:
         return bool(self.admitted) or any(plan.is_chunk for _, plan in self.running)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start, for statistics and for tests that ask whether a mechanism was exercised."""
-
-    scheduled_tokens: int = 0
-    preemptions: int = 0
-    stale_results: int = 0
-    chunked_prefills: int = 0
-    forks: int = 0  # completions that took over the rows of a prompt
-    verify_steps: int = 0  # results that kept a run: one token and the drafts accepted before it
-    drafted: int = 0  # drafts proposed, whether or not they got a row
-    verified_at: list[int] = field(default_factory=list)  # by place in the proposal
-    accepted_at: list[int] = field(default_factory=list)
-
-    @property
-    def verified(self) -> int:
-        """Drafts that got a row."""
-        return sum(self.verified_at)
-
-    @property
-    def accepted(self) -> int:
-        """Drafts that stood."""
-        return sum(self.accepted_at)
-
-    def count_run(self, offered: int, result: SequenceResult) -> None:
-        """Take in what one sequence got from a step that verified drafts of it."""
-        missing = offered - len(self.verified_at)
-        self.verified_at += [0] * missing
-        self.accepted_at += [0] * missing
-        self.verify_steps += 1
-        self.drafted += offered
-        for place in range(result.n_drafts):
-            self.verified_at[place] += 1
-            self.accepted_at[place] += place < result.num_accepted
 
 
 class Scheduler:
@@ -473,7 +407,7 @@ class Scheduler:
                 self.counters.stale_results += 1
                 continue
             if outcome.observed is not None:
-                _observe(sequence, outcome.observed)
+                observe(sequence, outcome.observed)
             sequence.confirmed += ticket.q_cap - ticket.n_drafts
             if outcome.failure is not None:
                 self._end(sequence, "error")
@@ -498,7 +432,7 @@ class Scheduler:
         """Append tokens up to the one that ends the sequence; returns how many. What a run holds behind an end is dropped."""
         for count, token in enumerate(token_ids, start=1):
             sequence.token_ids.append(token)
-            if (reason := _finish_reason(sequence, token)) is not None:
+            if (reason := finish_reason(sequence, token)) is not None:
                 self._end(sequence, reason)
                 return count
         return len(token_ids)
@@ -540,37 +474,3 @@ class Scheduler:
         for sequence in self.running:
             covered = len(sequence.blocks) * self.limits.block_size
             assert sequence.next_position <= covered, "rows beyond the reserved blocks"
-
-
-def _observe(sequence: Sequence, observed: Observed) -> None:
-    """Keep what a step showed of the rows from `confirmed` on, but for those that were seen before a preemption."""
-    sequence.prompt_scores += observed.prompt_scores
-    end = sequence.confirmed + observed.num_rows
-    if end > sequence.num_observed:
-        sequence.observed.append(observed.behind(sequence.num_observed - sequence.confirmed))
-        sequence.num_observed = end
-
-
-def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-    """Whether the newest token ends its sequence: a stop token, a stop string, its grammar, the length, in this order.
-
-    Sets `stop_reason` and moves the grammar.
-    """
-    request, params, strings = sequence.request, sequence.request.params, sequence.stop_strings
-    if sequence.grammar is not None:
-        sequence.grammar.advance((token,))
-    may_stop = sequence.num_output_tokens > params.first_free_stop
-    is_stop = may_stop and token in request.stop_token_ids
-    found = None
-    # The text of a stop token counts only where it is shown.
-    if strings is not None and (not is_stop or params.include_stop_str_in_output):
-        found = strings.push(token, may_stop=may_stop and not is_stop)
-    if is_stop:
-        sequence.stop_reason = None if token == request.eos_token_id else token
-        return "stop"
-    if found is not None:
-        sequence.stop_reason = found
-        return "stop"
-    if sequence.grammar is not None and sequence.grammar.is_complete:
-        return "stop"
-    return "length" if sequence.num_output_tokens >= request.max_new_tokens else None

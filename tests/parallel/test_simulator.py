@@ -12,8 +12,8 @@ from deepinfer.parallel import agreement
 from deepinfer.parallel.config import ParallelConfig, PrefillVote
 from deepinfer.parallel.simulator import Arrival, FakeGroup, RankTrace, simulate
 from deepinfer.parallel.voting import Decision, Motion, decide
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import StepKind
-from deepinfer.runtime.scheduler import SchedulerLimits
 
 BLOCK_SIZE = 4
 

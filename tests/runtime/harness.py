@@ -22,10 +22,11 @@ from deepinfer.runtime import recovery_settings as settings
 from deepinfer.runtime.device import Device, InlineDevice
 from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.fuzz_device import FuzzDevice
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from deepinfer.errors import CapacityError
+from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.request import Request
-from deepinfer.runtime.scheduler import Scheduler, SchedulerLimits, SequenceEvent
+from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
 from deepinfer.sampling_params import SamplingParams
 
