@@ -54,8 +54,10 @@ class StructuredOutputs:
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
         if self.choice is not None:
-            if not isinstance(self.choice, tuple) or not self.choice:
+            if not isinstance(self.choice, tuple):
                 raise Rejected(f"StructuredOutputs.choice: expected a list of strings, got {type(self.choice).__name__}")
+            if not self.choice:
+                raise Rejected("StructuredOutputs.choice: expected at least one string, got an empty list")
             for index, text in enumerate(self.choice):
                 _check_text(f"choice[{index}]", text)
         for name, kinds in (("json_object", bool | None), ("disable_any_whitespace", bool)):

@@ -162,8 +162,12 @@ def parse_line(where: str, line: bytes) -> Any:
     # A line of very many brackets ends in a RecursionError.
     except (ValueError, RecursionError) as error:
         raise Rejected(f"{where}: not valid JSON ({error})") from error
-    if isinstance(value, dict) and set(value) == {"prompt"}:
+    if isinstance(value, dict) and "prompt" in value:
+        if unknown := sorted(set(value) - {"prompt"}):
+            raise Rejected(f"{where}: unknown key {unknown[0]!r} beside 'prompt'")
         value = value["prompt"]
+        if not isinstance(value, str | list):
+            raise Rejected(f"{where}: expected a text or a list of token ids as 'prompt', got {type(value).__name__}")
     if not isinstance(value, str | list | dict):
         raise Rejected(f"{where}: expected a text, a list of token ids or an object, got {line.decode()[:40]}")
     return value
