@@ -18,7 +18,7 @@ from deepinfer.golden.anchor import Anchors
 from deepinfer.golden.build_output import BuildOutput, Predictions
 from deepinfer.golden.disturb import disturbing
 from deepinfer.golden.other_build import check_name_map
-from deepinfer.golden.reading import Reading, read_sequences
+from deepinfer.golden.reading import Reading, read_sequences, stop_token_ids
 from deepinfer.golden.recording import MANIFEST_NAME, Manifest, Recording, config_digest, weights_digest
 from deepinfer.golden.report import PromptReport, Report
 from deepinfer.golden.tensor_differences import TensorDifference, compare_tensors
@@ -150,6 +150,8 @@ def _compare_prompt(
         where=output.where,
         num_prompt_tokens=len(prompt),
         num_tokens=len(tokens),
+        ended_after=_ended_after(recorded, output, manifest),
+        num_recorded_tokens=len(recorded.token_ids),
         positions=positions,
         logprob_tolerance=limits.logprob,
         divergences=divergences,
@@ -168,6 +170,15 @@ def _compare_prompt(
         mean_kl_tolerance=max(limits.logprob**2, MEAN_KL_FACTOR * sum(p.kl for p in moved) / max(len(moved), 1)),
         divergences=[replace(d, kind="tie" if d.gap <= gap else "error") for d in divergences],
     )
+
+
+def _ended_after(recorded: BuildOutput, output: BuildOutput, manifest: Manifest) -> int | None:
+    """Where an output ends that is shorter than the recorded one, and not because of a stop token."""
+    params, tokens = manifest.params(), output.token_ids
+    if params is None or len(tokens) >= len(recorded.token_ids):
+        return None
+    is_stopped = bool(tokens) and tokens[-1] in stop_token_ids(params, manifest.config["eos_token_id"])
+    return None if is_stopped else len(tokens)
 
 
 def _our_logits(

@@ -17,6 +17,9 @@ class PromptReport:
     Attributes:
         index: in the golden recording.
         where: what was compared with it.
+        num_tokens: generated ones that were compared.
+        num_recorded_tokens: generated ones of the recording.
+        ended_after: tokens of an output that is shorter than the recorded one without a stop token; None: it is not.
         logprob_tolerance: what the largest difference of log probabilities may be.
         last_bit_difference: how far the model itself moves them when last bits of its streams change; None: not needed.
         mean_kl_tolerance: what the mean over positions may be, from the same measurement.
@@ -28,6 +31,8 @@ class PromptReport:
     where: str
     num_prompt_tokens: int
     num_tokens: int
+    num_recorded_tokens: int = 0
+    ended_after: int | None = None
     positions: list[PositionDifference] = field(default_factory=list)
     logprob_tolerance: float = 0.0
     last_bit_difference: float | None = None
@@ -60,6 +65,8 @@ class PromptReport:
     def problems(self) -> list[str]:
         """Everything that makes this prompt differ."""
         found = []
+        if self.ended_after is not None:
+            found.append(f"ended after {self.ended_after} of {self.num_recorded_tokens} tokens")
         if self.first_outside is not None:
             found.append(f"{sum(not t.is_within for t in self.tensors)} tensors outside their tolerance")
         errors = sum(d.kind == "error" for d in self.divergences)
@@ -125,6 +132,8 @@ class Report:
             "jaccard": self.jaccard,
         }
         result: dict[str, Any] = _json_values(summary | asdict(self))
+        for entry, prompt in zip(result["prompts"], self.prompts, strict=True):
+            entry["problems"] = prompt.problems
         return result
 
     def __str__(self) -> str:

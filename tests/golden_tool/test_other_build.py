@@ -120,13 +120,42 @@ def test_a_close_second_choice_is_a_tie(golden: Recording, tmp_path: Path) -> No
     gaps = logprobs.topk(2, dim=-1)
     place = int((gaps.values[:, 0] - gaps.values[:, 1]).argmin())
     gap = float(gaps.values[place, 0] - gaps.values[place, 1])
+    swapped = [*tokens[:place], int(gaps.indices[place, 1])]
+    while len(swapped) < len(tokens):
+        swapped.append(int(clean_model()(torch.tensor([*prompt, *swapped]))[-1].argmax()))
     file = tmp_path / "other.jsonl"
-    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": [*tokens[:place], int(gaps.indices[place, 1])]}))
+    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": swapped}))
     for threshold, code in ((1.01 * gap, 0), (0.99 * gap, 1)):
         limits = replace(BY_PRECISION["float32"], token_gap=threshold)
         report = compare(golden, file, model=clean_model(), tolerances=limits)
         assert report.exit_code == code
         assert report.prompts[0].divergences[0].kind == ("tie" if code == 0 else "error")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("has_model", [False, True])
+def test_an_output_that_is_cut_short_differs(count: int, has_model: bool, golden: Recording, tmp_path: Path) -> None:
+    prompt, tokens, logprobs = rows_of(golden, 1)
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(plain(prompt, tokens[:count], logprobs)))
+    report = compare(golden, file, model=clean_model() if has_model else None)
+    message = f"ended after {count} of 5 tokens"
+    assert report.exit_code == 1
+    assert message in str(report)
+    assert report.prompts[0].problems == [message]
+    assert report.to_dict()["prompts"][0]["problems"] == [message]
+
+
+def test_a_stop_token_may_end_an_output_early(tmp_path: Path) -> None:
+    """A recording whose third token is made a stop token by hand: what ends there has ended."""
+    tokens = record_tiny(tmp_path, None, [SHORT], patterns=[], sampling_params=FIVE).output(0).token_ids
+    manifest = json.loads((tmp_path / "golden.json").read_text())
+    manifest["sampling"]["stop_token_ids"] = [tokens[2]]
+    (tmp_path / "golden.json").write_text(json.dumps(manifest))
+    file = tmp_path / "other.jsonl"
+    for count, code in ((3, 0), (4, 0 if tokens[3] == tokens[2] else 1)):
+        file.write_text(json.dumps({"prompt_token_ids": SHORT, "token_ids": tokens[:count]}))
+        assert compare(tmp_path, file, model=clean_model()).exit_code == code
 
 
 def test_wrong_log_probabilities_are_noticed(golden: Recording, tmp_path: Path) -> None:
