@@ -75,6 +75,9 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", type=int, default=0, help="which prompt the first output of OTHER is of, if it does not say (0)"
     )
+    parser.add_argument(
+        "--allow-missing", action="store_true", help="judge the prompts that both sides have; else a missing one means status 1"
+    )
     parser.add_argument("--token-gap", type=float, help="log probabilities this close may swap tokens (default: by precision)")
     parser.add_argument("--logprob-tolerance", type=float, help="allowed difference of log probabilities (default: by precision)")
     parser.add_argument("--tensor-tolerance", type=float, help="allowed relative difference of tensors (default: by precision)")
@@ -165,6 +168,7 @@ def run_compare(args: argparse.Namespace) -> int:
         name_map=read_name_map(args.name_map) if args.name_map else None,
         first_prompt=args.prompt,
         tolerances=tolerances,
+        allow_missing=args.allow_missing,
         use_tqdm=sys.stderr.isatty(),
     )
     if str(args.json) == "-":

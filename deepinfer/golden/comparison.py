@@ -44,6 +44,7 @@ def compare(
     name_map: Mapping[str, str] | None = None,
     first_prompt: int = 0,
     tolerances: Tolerances | None = None,
+    allow_missing: bool = False,
     use_tqdm: bool = False,
 ) -> Report:
     """Compare what another build computed with a recording.
@@ -56,6 +57,7 @@ def compare(
         name_map: their tensor names to ours, for safetensors of another build.
         first_prompt: which prompt the first output belongs to that does not say so.
         tolerances: instead of those of the recording's precision.
+        allow_missing: whether prompts that only one side has leave the verdict to the others; by default they make it "differs".
 
     Raises: RecordingError, CheckpointError, and what loading the model raises: the input cannot be used.
     """
@@ -76,8 +78,10 @@ def compare(
         other=str(place),
         precision=golden.manifest.precision,
         basis="the recording alone" if loaded is None else "our model, reading the other build's tokens",
-        notes=_notes(golden, theirs, loaded, len(pairs)),
+        notes=_notes(golden, theirs, loaded),
         prompts=prompts,
+        num_prompts=len(golden),
+        allow_missing=allow_missing,
     )
 
 
@@ -116,10 +120,8 @@ def _drawn_alike(golden: Manifest, theirs: Manifest | None) -> bool:
     return (golden.sampling, golden.seed) == (theirs.sampling, theirs.seed)
 
 
-def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None, compared: int) -> list[str]:
+def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None) -> list[str]:
     notes = []
-    if compared < len(golden):
-        notes.append(f"{compared} of {len(golden)} prompts compared: the others are missing on one side")
     if model is None:
         notes.append("without a model, comparison ends at the first token that differs, and tensors show inherited differences too")
     if theirs is None:

@@ -29,7 +29,7 @@ def to_html(report: Report) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Golden outputs: "
         f"{escape(state)}</title><style>{STYLE}</style></head><body>",
         "<h1>Golden outputs</h1>",
-        f"<p class='verdict {state}'>{'Equal within tolerance' if report.is_equal else 'Differs'}</p>",
+        f"<p class='verdict {state}'>{escape(report.verdict.capitalize())}</p>",
     ]
     if first is not None:
         parts.append(f"<p>First outside its tolerance, in execution order: <b>{escape(describe_tensor(first))}</b></p>")

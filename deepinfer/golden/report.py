@@ -86,6 +86,8 @@ class Report:
     Attributes:
         basis: what stood for our side: the model, or the recording alone.
         notes: what a reader should know before trusting the verdict.
+        num_prompts: of the recording; those without a report are missing on one side.
+        allow_missing: whether the verdict is about the prompts that both have.
     """
 
     golden: str
@@ -94,11 +96,26 @@ class Report:
     basis: str
     notes: list[str]
     prompts: list[PromptReport]
+    num_prompts: int
+    allow_missing: bool = False
 
     @property
     def is_equal(self) -> bool:
         """Equal within tolerance."""
-        return not any(prompt.problems for prompt in self.prompts)
+        return not any(prompt.problems for prompt in self.prompts) and (self.missing is None or self.allow_missing)
+
+    @property
+    def missing(self) -> str | None:
+        """How many prompts were compared, if that is not all of them."""
+        if len(self.prompts) == self.num_prompts:
+            return None
+        return f"{len(self.prompts)} of {self.num_prompts} prompts compared: the others are missing on one side"
+
+    @property
+    def verdict(self) -> str:
+        """In words, with prompts that are missing."""
+        result = "equal within tolerance" if self.is_equal else "differs"
+        return result if self.missing is None else f"{result}; {self.missing}{' (allowed)' if self.allow_missing else ''}"
 
     @property
     def exit_code(self) -> int:
@@ -127,6 +144,7 @@ class Report:
         summary = {
             "verdict": "equal within tolerance" if self.is_equal else "differs",
             "exit_code": self.exit_code,
+            "missing": self.missing,
             "first_outside": None if first is None else first.name,
             "module": None if first is None else first.module,
             "jaccard": self.jaccard,
@@ -182,7 +200,7 @@ def _lines(report: Report) -> list[str]:
     first = report.first_outside
     if first is not None:
         lines += ["", f"FIRST OUTSIDE ITS TOLERANCE, in execution order: {describe_tensor(first)}"]
-    lines += ["", f"VERDICT: {'equal within tolerance' if report.is_equal else 'differs'}"]
+    lines += ["", f"VERDICT: {report.verdict}"]
     return lines
 
 

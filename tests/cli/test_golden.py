@@ -140,7 +140,11 @@ def test_ctrl_c_gives_status_130_and_leaves_what_is_done(
     assert status == 130
     assert "interrupted" in err
     monkeypatch.undo()
-    status, out, _ = run("compare", tmp_path / "golden", tmp_path / "golden", "--device", "cpu")
+    with_itself = ("compare", tmp_path / "golden", tmp_path / "golden", "--device", "cpu")
+    status, out, _ = run(*with_itself)
+    assert status == 1
+    assert "1 of 2 prompts compared" in out
+    status, out, _ = run(*with_itself, "--allow-missing")
     assert status == 0
     assert "1 of 2 prompts compared" in out
     assert record(run, models / "clean", prompts, tmp_path / "golden", "-t", "")[0] == 0

@@ -83,7 +83,13 @@ def test_lines_without_a_prompt_belong_to_the_prompts_in_order(golden: Recording
     assert report.exit_code == 0
     assert [p.positions for p in report.prompts] == [[], []]
     file.write_text(json.dumps(lines[1]))
-    assert compare(golden, file, model=clean_model(), first_prompt=1).prompts[0].index == 1
+    one = compare(golden, file, model=clean_model(), first_prompt=1)
+    assert (one.prompts[0].index, one.exit_code) == (1, 1)
+    assert "VERDICT: differs; 1 of 2 prompts compared" in str(one)
+    assert one.to_dict()["missing"].startswith("1 of 2 prompts compared")
+    allowed = compare(golden, file, model=clean_model(), first_prompt=1, allow_missing=True)
+    assert allowed.exit_code == 0
+    assert "VERDICT: equal within tolerance; 1 of 2 prompts compared" in str(allowed)
 
 
 def test_a_flipped_token_does_not_end_the_comparison(golden: Recording, tmp_path: Path) -> None:
@@ -127,7 +133,7 @@ def test_a_close_second_choice_is_a_tie(golden: Recording, tmp_path: Path) -> No
     file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": swapped}))
     for threshold, code in ((1.01 * gap, 0), (0.99 * gap, 1)):
         limits = replace(BY_PRECISION["float32"], token_gap=threshold)
-        report = compare(golden, file, model=clean_model(), tolerances=limits)
+        report = compare(golden, file, model=clean_model(), tolerances=limits, allow_missing=True)
         assert report.exit_code == code
         assert report.prompts[0].divergences[0].kind == ("tie" if code == 0 else "error")
 
@@ -179,7 +185,7 @@ def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     file = tmp_path / "other.safetensors"
     write_safetensors(file, tensors)
     names = {"model.layers.*.mlp.router.topk": "layers.*.ffn.gate.ids", "lm_head.out": "logits", "tokens": "token_ids"}
-    report = compare(golden, file, model=clean_model(), name_map=names)
+    report = compare(golden, file, model=clean_model(), name_map=names, allow_missing=True)
     assert report.exit_code == 0, str(report)
     assert set(report.jaccard) == {f"layers.{i}.ffn.gate.ids" for i in range(9)}
     assert len(report.prompts[0].positions) == 5
@@ -188,7 +194,7 @@ def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     worst = clean_model()(torch.tensor(PROMPT)).shape[0] // 2
     ids[worst] = (ids[worst] + 1) % 8
     write_safetensors(file, tensors)
-    report = compare(golden, file, model=clean_model(), name_map=names)
+    report = compare(golden, file, model=clean_model(), name_map=names, allow_missing=True)
     assert report.exit_code == 1
     assert report.first_outside is not None
     assert report.first_outside.name == "layers.4.ffn.gate.ids"
