@@ -78,7 +78,11 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-missing", action="store_true", help="judge the prompts that both sides have; else a missing one means status 1"
     )
-    parser.add_argument("--token-gap", type=float, help="log probabilities this close may swap tokens (default: by precision)")
+    parser.add_argument(
+        "--token-gap",
+        type=float,
+        help="log probabilities this close may swap tokens (default: by precision, wider where last bits carry far; same below)",
+    )
     parser.add_argument("--logprob-tolerance", type=float, help="allowed difference of log probabilities (default: by precision)")
     parser.add_argument("--tensor-tolerance", type=float, help="allowed relative difference of tensors (default: by precision)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; '-' prints it instead of the text")
@@ -146,20 +150,15 @@ def run_compare(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         if path is not None and str(path) != "-":
             check_writable(path)
-    from dataclasses import replace
-
     from deepinfer.golden.comparison import compare
     from deepinfer.golden.html import to_html
     from deepinfer.golden.other_build import read_name_map
     from deepinfer.golden.recording import Recording
-    from deepinfer.golden.tolerances import BY_PRECISION
 
     golden = Recording.open(args.golden)
-    tolerances = BY_PRECISION[golden.manifest.precision]
     options = {"token_gap": args.token_gap, "logprob": args.logprob_tolerance, "tensor": args.tensor_tolerance}
     if args.tensor_tolerance is not None:
         options["row"] = WORST_ROW * args.tensor_tolerance
-    tolerances = replace(tolerances, **{name: value for name, value in options.items() if value is not None})
     report = compare(
         golden,
         args.other,
@@ -167,7 +166,7 @@ def run_compare(args: argparse.Namespace) -> int:
         device=args.device,
         name_map=read_name_map(args.name_map) if args.name_map else None,
         first_prompt=args.prompt,
-        tolerances=tolerances,
+        tolerances={name: value for name, value in options.items() if value is not None},
         allow_missing=args.allow_missing,
         use_tqdm=sys.stderr.isatty(),
     )

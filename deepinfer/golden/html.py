@@ -50,6 +50,8 @@ def _prompt(prompt: PromptReport) -> list[str]:
     title = f"Prompt {prompt.index}: {prompt.num_prompt_tokens} + {prompt.num_tokens} tokens"
     state = "; ".join(prompt.problems) or "equal within tolerance"
     parts = [f"<h2>{escape(title)}</h2><p>{escape(state)}</p>"]
+    if prompt.widening is not None:
+        parts.append(f"<p class='note'>{escape(prompt.widening)}</p>")
     if prompt.positions:
         places = [p.position for p in prompt.positions]
         parts.append("<h3>KL divergence by position (nats)</h3>")

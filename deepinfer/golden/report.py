@@ -21,6 +21,8 @@ class PromptReport:
         num_recorded_tokens: generated ones of the recording.
         ended_after: tokens of an output that is shorter than the recorded one without a stop token; None: it is not.
         logprob_tolerance: what the largest difference of log probabilities may be.
+        token_gap: up to which gap another token is a tie.
+        widened_from: those of the two that the last-bit measurement has widened, by name, with what they were.
         last_bit_difference: how far the model itself moves them when last bits of its streams change; None: not needed.
         mean_kl_tolerance: what the mean over positions may be, from the same measurement.
         divergences: tokens that we would not have chosen, each after the same tokens before it.
@@ -35,6 +37,8 @@ class PromptReport:
     ended_after: int | None = None
     positions: list[PositionDifference] = field(default_factory=list)
     logprob_tolerance: float = 0.0
+    token_gap: float = 0.0
+    widened_from: dict[str, float] = field(default_factory=dict)
     last_bit_difference: float | None = None
     mean_kl_tolerance: float | None = None
     divergences: list[TokenDivergence] = field(default_factory=list)
@@ -60,6 +64,15 @@ class PromptReport:
     def first_outside(self) -> TensorDifference | None:
         """The first tensor in execution order that leaves its tolerance."""
         return next((t for t in self.tensors if not t.is_within), None)
+
+    @property
+    def widening(self) -> str | None:
+        """Which default tolerances were widened, and why."""
+        if not self.widened_from:
+            return None
+        now = {"logprob": self.logprob_tolerance, "token_gap": self.token_gap}
+        changes = (f"{name} {before:.3g} widened to {now[name]:.3g}" for name, before in self.widened_from.items())
+        return f"default tolerances: {', '.join(changes)}, because the model's own last bits move its log probabilities"
 
     @property
     def problems(self) -> list[str]:
@@ -216,6 +229,8 @@ def _prompt_lines(prompt: PromptReport) -> list[str]:
         if prompt.last_bit_difference is not None:
             line += f"; the model's own last bits move them by {prompt.last_bit_difference:.3g}"
         lines.append(line + ")")
+    if prompt.widening is not None:
+        lines.append(f"  {prompt.widening}")
     lines += _token_lines(prompt.divergences)
     outside = [t for t in prompt.tensors if not t.is_within]
     if prompt.tensors:

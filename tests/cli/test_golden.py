@@ -102,6 +102,8 @@ def test_unusable_input_gives_status_2_and_one_message(models: Path, prompts: Pa
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"token_ids": [3]}\n{"token_ids": }\n')
     refused(f"{bad}, line 2: not valid JSON", "compare", golden, bad, "--device", "cpu")
+    for option, name in (("--token-gap", "token_gap"), ("--logprob-tolerance", "logprob"), ("--tensor-tolerance", "tensor")):
+        refused(f"tolerance {name} = nan: expected a finite", "compare", golden, golden, "--device", "cpu", option, "nan")
     refused("there is no golden.json in it", "compare", tmp_path, bad)
     refused("not the model that was recorded: its weights", "compare", golden, golden, "--device", "cpu", "-m", models / "faulty")
     refused("cannot be loaded", "compare", golden, golden, "-m", tmp_path / "absent")

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from deepinfer.checkpoint.safetensors_file import write_safetensors
-from deepinfer.errors import CheckpointError, RecordingError
-from deepinfer.golden import Recording, compare
+from deepinfer.errors import CheckpointError, ConfigError, RecordingError
+from deepinfer.golden import Recording, Report, compare
 from deepinfer.golden.align import read_outputs
 from deepinfer.golden.observe import DEFAULT_PATTERNS
 from deepinfer.golden.other_build import our_name, read_jsonl
-from deepinfer.golden.tolerances import BY_PRECISION
+from deepinfer.golden.token_differences import PositionDifference
+from deepinfer.golden.tolerances import BY_PRECISION, Tolerances, bounds
 from deepinfer.sampling_params import SamplingParams
 from tests.golden_tool.recordings import PROMPT, SHORT, clean_model, record_tiny
 
@@ -173,6 +174,52 @@ def test_wrong_log_probabilities_are_noticed(golden: Recording, tmp_path: Path) 
     assert found.prompts[0].max_kl > 1e-3
     assert found.prompts[0].last_bit_difference is not None
     assert found.prompts[0].last_bit_difference < 1e-2
+
+
+def test_defaults_are_widened_and_say_so_but_what_was_asked_for_is_not(
+    golden: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is made to look as if last bits moved it far; predictions a little off then pass by default only."""
+    prompt, tokens, logprobs = rows_of(golden, 1)
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(vllm(prompt, tokens, logprobs + 0.01)))
+    far = [PositionDifference(position=0, kl=1.0, max_logprob_difference=0.1)]
+    monkeypatch.setattr("deepinfer.golden.comparison._last_bit_differences", lambda *args: far)
+
+    def compared(asked: dict[str, float] | Tolerances | None) -> Report:
+        return compare(golden, file, model=clean_model(), tolerances=asked, allow_missing=True)
+
+    by_default = compared(None)
+    assert by_default.exit_code == 0
+    assert by_default.prompts[0].widened_from == {"logprob": 1e-3, "token_gap": 1e-3}
+    assert "logprob 0.001 widened to 0.25, token_gap 0.001 widened to 0.1" in str(by_default)
+    for asked in ({"logprob": 1e-3}, {"logprob": 2e-3, "token_gap": 1.0}, replace(BY_PRECISION["float32"], logprob=2e-3)):
+        report = compared(asked)
+        assert report.exit_code == 1
+        assert " widened to " not in str(report)
+    assert compared({"logprob": 0.011}).exit_code == 0
+
+    changed = [*tokens[:4], (tokens[4] + 1) % 250]
+    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": changed}))
+    far[0] = replace(far[0], max_logprob_difference=100.0)
+    assert compared(None).exit_code == 0
+    assert compared({"token_gap": 1e-3}).exit_code == 1
+    assert compared({"logprob": 1e-3}).prompts[0].widened_from == {"token_gap": 1e-3}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3, "1", True])
+def test_tolerances_that_bound_nothing_are_refused(value: Any, golden: Recording) -> None:
+    with pytest.raises(ConfigError, match=r"tolerance token_gap = .*: expected a finite number, at least 0"):
+        compare(golden, golden, model=clean_model(), tolerances={"token_gap": value})
+    with pytest.raises(ConfigError, match="tolerance 'gap': expected one of tensor, row"):
+        compare(golden, golden, model=clean_model(), tolerances={"gap": 1.0})
+
+
+def test_a_bound_on_tensors_that_was_asked_for_holds_for_all() -> None:
+    own = BY_PRECISION["native"]
+    for name in ("layers.3.attn.entries", "layers.3.attn"):
+        assert bounds(name, "native", replace(own, tensor=1e-9, row=2e-9), asked=("tensor", "row")) == (1e-9, 2e-9)
+    assert bounds("layers.3.attn.entries", "native", own)[1] > own.row
 
 
 def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
