@@ -184,6 +184,12 @@ def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ({"top_logprobs": 0}, Rejected, "top_logprobs = 0"),
         ({"batch_size": 0}, Rejected, "at least 1"),
         ({"patterns": "layers.*"}, ConfigError, "list of names"),
+        (
+            {"patterns": ["embed", "layer.3.ffn"]},
+            ConfigError,
+            r"pattern 'layer\.3\.ffn': no tensor of this model has such a name; there are, for example, layers\.3\.ffn, ",
+        ),
+        ({"patterns": ["?"]}, ConfigError, r"pattern '\?': .* for example, rope\.0\.query, "),
         ({"prompts": []}, RecordingError, "at least one prompt"),
     ],
 )
