@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         "exact module of a fault (default: embedding, streams, choices, entries, Engram rows, proposals); '' keeps none",
     )
     parser.add_argument("--top-logprobs", type=int, metavar="N", help="keep the N best log probabilities instead of all logits")
-    parser.add_argument("--max-bytes", type=float, default=4e9, metavar="N", help="refuse to write more (default 4e9)")
+    parser.add_argument(
+        "--max-bytes", type=float, default=4e9, metavar="N", help="refuse to write more bytes than this (default 4e9)"
+    )
     sampling = parser.add_argument_group("reading")
     sampling.add_argument("--max-tokens", type=int, default=32, help="tokens to generate; 0 reads the prompts alone (default 32)")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
@@ -96,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_record(args: argparse.Namespace) -> int:
     """Announce, record, say where it is."""
+    if not (math.isfinite(args.max_bytes) and args.max_bytes >= 0):
+        raise Rejected(f"--max-bytes {args.max_bytes}: expected a finite number of bytes, at least 0")
     prompts = read_prompts(args.prompts)
     from deepinfer import SamplingParams
     from deepinfer.golden.observe import DEFAULT_PATTERNS

@@ -63,13 +63,15 @@ class Size:
 
     def __str__(self) -> str:
         largest = sorted(self.bytes_by_name.items(), key=lambda item: -item[1])[:3]
-        shares = ", ".join(f"{name} {megabytes(size)}" for name, size in largest)
-        return f"at most {megabytes(self.total_bytes)}, most of it {shares}"
+        shares = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
+        return f"at most {size_text(self.total_bytes)}, most of it {shares}"
 
 
-def megabytes(count: int) -> str:
-    """Bytes as text, with enough places for small recordings."""
-    return f"{count / 1e6:,.1f} MB" if count >= 1_000_000 else f"{count / 1e6:.4f} MB"
+def size_text(count: int) -> str:
+    """A number of bytes as text, in the unit that leaves digits in front of the point."""
+    if count < 1000:
+        return f"{count} bytes"
+    return f"{count / 1e3:,.1f} KB" if count < 1_000_000 else f"{count / 1e6:,.1f} MB"
 
 
 def record(
@@ -115,7 +117,7 @@ def record(
     manifest.tensors.update({name: str(size.dtype).removeprefix("torch.") for name, size in sizes.items()})
     size = recording_size(sizes, lengths, max_tokens, loaded.config.vocab_size, top_logprobs)
     if size.total_bytes > max_bytes:
-        raise CapacityError(f"{folder}: {size}; the limit is {megabytes(max_bytes)}: choose fewer tensors or prompts, or raise it")
+        raise CapacityError(f"{folder}: {size}; the limit is {size_text(max_bytes)}: choose fewer tensors or prompts, or raise it")
     logger.info("%s: %s", folder, size)
     recording = _open_or_begin(Path(folder), manifest)
     missing = [index for index in range(len(recording)) if index not in recording.recorded]

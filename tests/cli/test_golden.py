@@ -110,7 +110,10 @@ def test_unusable_input_gives_status_2_and_one_message(models: Path, prompts: Pa
     refused("cannot be read as JSON", "compare", golden, golden, "--name-map", bad)
     refused("cannot be read", "record", models / "clean", "--prompts", tmp_path / "absent", "-o", tmp_path / "x")
     record_it = ("record", models / "clean", "--prompts", prompts, "-o", tmp_path / "x", "--device", "cpu")
-    refused("the limit is 0.0000 MB", *record_it, "--max-bytes", 10)
+    refused("the limit is 10 bytes", *record_it, "--max-bytes", 10)
+    refused("the limit is 2.5 KB", *record_it, "--max-bytes", 2500)
+    for value in ("nan", "inf", "-1"):
+        refused("expected a finite number of bytes, at least 0", *record_it, "--max-bytes", value)
     refused("differs in", "record", models / "faulty", "--prompts", prompts, "-o", golden, "--device", "cpu")
     refused(
         "is not finite, and so are not the logits",
