@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from deepinfer.golden.report import PromptReport, Report, describe_tensor
+from deepinfer.golden.report import COUNTING, PromptReport, Report, describe_divergences, describe_tensor
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 860, 200, 62, 26, 10
 # Where 0 is drawn on a logarithmic axis: below everything that rounding can cause.
@@ -35,7 +35,8 @@ def to_html(report: Report) -> str:
         parts.append(f"<p>First outside its tolerance, in execution order: <b>{escape(describe_tensor(first))}</b></p>")
     parts.append(
         f"<p>golden <code>{escape(report.golden)}</code><br>other <code>{escape(report.other)}</code><br>"
-        f"basis: {escape(report.basis)}, precision {escape(report.precision)}</p>"
+        f"basis: {escape(report.basis)}, precision {escape(report.precision)}<br>"
+        f"counted: {escape(COUNTING)}</p>"
     )
     parts += [f"<p class='note'>Note: {escape(note)}</p>" for note in report.notes]
     for prompt in report.prompts:
@@ -61,11 +62,12 @@ def _prompt(prompt: PromptReport) -> list[str]:
         parts.append(plot(places, values, "position", limit=prompt.logprob_tolerance, marks=_marks(prompt)))
     if prompt.divergences:
         parts.append("<h3>Tokens chosen otherwise</h3>")
+        parts += [f"<p>{escape(line.strip())}</p>" for line in describe_divergences(prompt)]
         rows = [
-            (str(d.position), str(d.ours), str(d.theirs), f"{d.gap:.4g}", f"{d.top2_gap:.4g}", str(d.kind))
+            (str(d.index + 1), str(d.position), str(d.ours), str(d.theirs), f"{d.gap:.4g}", f"{d.top2_gap:.4g}", str(d.kind))
             for d in prompt.divergences
         ]
-        parts.append(_table(("position", "ours", "theirs", "gap", "top-2 gap", "kind"), rows))
+        parts.append(_table(("token", "position", "ours", "theirs", "gap", "top-2 gap", "kind"), rows))
     if prompt.tensors:
         parts.append("<h3>Tensors in execution order: how many times their tolerance (1 is the limit)</h3>")
         titles = [t.name for t in prompt.tensors]

@@ -1,6 +1,5 @@
 """What a comparison found: plain records, a verdict, and the verdict's text. JSON is `Report.to_dict`."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,6 +7,7 @@ from deepinfer.golden.tensor_differences import TensorDifference
 from deepinfer.golden.token_differences import PositionDifference, TokenDivergence
 
 SHOWN_TENSORS, SHOWN_TOKENS = 8, 5
+COUNTING = "prompts, positions and rows from 0, generated tokens from 1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +81,10 @@ class PromptReport:
         if self.ended_after is not None:
             found.append(f"ended after {self.ended_after} of {self.num_recorded_tokens} tokens")
         if self.first_outside is not None:
-            found.append(f"{sum(not t.is_within for t in self.tensors)} tensors outside their tolerance")
+            found.append(_count(sum(not t.is_within for t in self.tensors), "tensor") + " outside tolerance")
         errors = sum(d.kind == "error" for d in self.divergences)
         if errors:
-            found.append(f"{errors} tokens that no tie explains")
+            found.append(_count(errors, "token") + " that no tie explains")
         if not self.max_logprob_difference <= self.logprob_tolerance:
             found.append(f"log probabilities differ by {self.max_logprob_difference:.3g}, allowed {self.logprob_tolerance:.3g}")
         if self.mean_kl_tolerance is not None and not self.mean_kl <= self.mean_kl_tolerance:
@@ -201,6 +201,7 @@ def _lines(report: Report) -> list[str]:
         f"golden  {report.golden}",
         f"other   {report.other}",
         f"basis   {report.basis}, precision {report.precision}",
+        f"counts  {COUNTING}",
         *(f"note    {note}" for note in report.notes),
         "",
     ]
@@ -231,7 +232,7 @@ def _prompt_lines(prompt: PromptReport) -> list[str]:
         lines.append(line + ")")
     if prompt.widening is not None:
         lines.append(f"  {prompt.widening}")
-    lines += _token_lines(prompt.divergences)
+    lines += [f"  {line}" for line in describe_divergences(prompt)]
     outside = [t for t in prompt.tensors if not t.is_within]
     if prompt.tensors:
         lines.append(f"  tensors: {len(prompt.tensors)} compared, {len(outside)} outside their tolerance")
@@ -241,14 +242,25 @@ def _prompt_lines(prompt: PromptReport) -> list[str]:
     return lines
 
 
-def _token_lines(divergences: Sequence[TokenDivergence]) -> list[str]:
-    if not divergences:
+def describe_divergences(prompt: PromptReport) -> list[str]:
+    """The first token chosen otherwise, and what those behind it are worth."""
+    first = prompt.first_divergence
+    if first is None:
         return []
-    first = divergences[0]
-    ties = sum(d.kind == "tie" for d in divergences)
-    lines = [f"  tokens: {len(divergences)} chosen otherwise ({ties} ties, {len(divergences) - ties} errors); the first is "]
-    lines[-1] += (
-        f"number {first.index} at position {first.position}: {first.theirs} instead of {first.ours}, gap {first.gap:.3g}, "
+    lines = [
+        f"tokens: the first chosen otherwise is token {first.index + 1} of {prompt.num_tokens}, at position {first.position}: "
+        f"{first.theirs} instead of {first.ours}, gap {first.gap:.3g} (a tie up to {prompt.token_gap:.3g}), "
         f"top-2 gap {first.top2_gap:.3g}: {'a tie' if first.kind == 'tie' else 'an error'}"
-    )
+    ]
+    behind = prompt.divergences[1:]
+    if behind:
+        ties = sum(d.kind == "tie" for d in behind)
+        lines.append(
+            f"        {len(behind)} more behind it, judged on the other build's own tokens ({_count(ties, 'tie')}, "
+            f"{_count(len(behind) - ties, 'error')}): may follow from it"
+        )
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
