@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         "exact module of a fault (default: embedding, streams, choices, entries, Engram rows, proposals); '' keeps none",
     )
     parser.add_argument("--top-logprobs", type=int, metavar="N", help="keep the N best log probabilities instead of all logits")
-    parser.add_argument("--max-bytes", type=float, default=4e9, metavar="N", help="refuse to write more (default 4e9)")
+    parser.add_argument(
+        "--max-bytes", type=float, default=4e9, metavar="N", help="refuse to write more bytes than this (default 4e9)"
+    )
     sampling = parser.add_argument_group("reading")
     sampling.add_argument("--max-tokens", type=int, default=32, help="tokens to generate; 0 reads the prompts alone (default 32)")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
@@ -75,7 +78,14 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", type=int, default=0, help="which prompt the first output of OTHER is of, if it does not say (0)"
     )
-    parser.add_argument("--token-gap", type=float, help="log probabilities this close may swap tokens (default: by precision)")
+    parser.add_argument(
+        "--allow-missing", action="store_true", help="judge the prompts that both sides have; else a missing one means status 1"
+    )
+    parser.add_argument(
+        "--token-gap",
+        type=float,
+        help="log probabilities this close may swap tokens (default: by precision, wider where last bits carry far; same below)",
+    )
     parser.add_argument("--logprob-tolerance", type=float, help="allowed difference of log probabilities (default: by precision)")
     parser.add_argument("--tensor-tolerance", type=float, help="allowed relative difference of tensors (default: by precision)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; '-' prints it instead of the text")
@@ -89,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_record(args: argparse.Namespace) -> int:
     """Announce, record, say where it is."""
+    if not (math.isfinite(args.max_bytes) and args.max_bytes >= 0):
+        raise Rejected(f"--max-bytes {args.max_bytes}: expected a finite number of bytes, at least 0")
     prompts = read_prompts(args.prompts)
     from deepinfer import SamplingParams
     from deepinfer.golden.observe import DEFAULT_PATTERNS
@@ -143,20 +155,15 @@ def run_compare(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         if path is not None and str(path) != "-":
             check_writable(path)
-    from dataclasses import replace
-
     from deepinfer.golden.comparison import compare
     from deepinfer.golden.html import to_html
     from deepinfer.golden.other_build import read_name_map
     from deepinfer.golden.recording import Recording
-    from deepinfer.golden.tolerances import BY_PRECISION
 
     golden = Recording.open(args.golden)
-    tolerances = BY_PRECISION[golden.manifest.precision]
     options = {"token_gap": args.token_gap, "logprob": args.logprob_tolerance, "tensor": args.tensor_tolerance}
     if args.tensor_tolerance is not None:
         options["row"] = WORST_ROW * args.tensor_tolerance
-    tolerances = replace(tolerances, **{name: value for name, value in options.items() if value is not None})
     report = compare(
         golden,
         args.other,
@@ -164,7 +171,8 @@ def run_compare(args: argparse.Namespace) -> int:
         device=args.device,
         name_map=read_name_map(args.name_map) if args.name_map else None,
         first_prompt=args.prompt,
-        tolerances=tolerances,
+        tolerances={name: value for name, value in options.items() if value is not None},
+        allow_missing=args.allow_missing,
         use_tqdm=sys.stderr.isatty(),
     )
     if str(args.json) == "-":

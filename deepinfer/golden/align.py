@@ -31,7 +31,7 @@ def read_outputs(other: Path, name_map: Mapping[str, str]) -> list[BuildOutput]:
 def align(golden: Recording, outputs: Sequence[BuildOutput], first_prompt: int = 0) -> list[tuple[int, BuildOutput]]:
     """Pairs of prompt number and output: by the prompt's token ids, or by order where the output does not say.
 
-    Outputs come back complete: with their prompt, their tokens (the golden ones if the output has none) and the place of their
+    Outputs come back complete: with their prompt, their tokens (the golden ones if the output does not say) and the place of their
     predictions.
     Raises: RecordingError for an output that belongs to no recorded prompt, or whose sizes fit nothing.
     """
@@ -56,7 +56,7 @@ def align(golden: Recording, outputs: Sequence[BuildOutput], first_prompt: int =
 def _completed(golden: Recording, index: int, output: BuildOutput) -> BuildOutput:
     prompt = golden.manifest.prompts[index]["prompt_token_ids"]
     tokens = output.token_ids
-    if not tokens and (output.tensors or output.predictions is not None):
+    if not output.has_token_ids and (output.tensors or output.predictions is not None):
         tokens = golden.output(index).token_ids
     outside = [i for i in tokens if i >= golden.manifest.config["vocab_size"]]
     if outside:

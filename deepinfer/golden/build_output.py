@@ -49,6 +49,7 @@ class BuildOutput:
         where: file and line, for messages.
         prompt_token_ids: None if the file does not say.
         token_ids: what was generated.
+        has_token_ids: whether the file says what was generated: nothing generated is not the same as nothing said.
         tensors: by our names, one row for each position, or for each proposal.
     """
 
@@ -57,3 +58,4 @@ class BuildOutput:
     token_ids: list[int]
     predictions: Predictions | None = None
     tensors: Mapping[str, Shaped[Tensor, "R ..."]] = field(default_factory=dict)
+    has_token_ids: bool = True

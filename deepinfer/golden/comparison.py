@@ -4,7 +4,7 @@ Our model reads the tokens that the other build produced (teacher forcing), so t
 Predictions come from a reading of its own; tensors from one that is anchored to the other build's tensors (see `anchor`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from deepinfer.golden.anchor import Anchors
 from deepinfer.golden.build_output import BuildOutput, Predictions
 from deepinfer.golden.disturb import disturbing
 from deepinfer.golden.other_build import check_name_map
-from deepinfer.golden.reading import Reading, read_sequences
+from deepinfer.golden.reading import Reading, read_sequences, stop_token_ids
 from deepinfer.golden.recording import MANIFEST_NAME, Manifest, Recording, config_digest, weights_digest
 from deepinfer.golden.report import PromptReport, Report
 from deepinfer.golden.tensor_differences import TensorDifference, compare_tensors
 from deepinfer.golden.token_differences import PositionDifference, compare_predictions, compare_tokens
-from deepinfer.golden.tolerances import BY_PRECISION, Tolerances
+from deepinfer.golden.tolerances import Tolerances, choose_tolerances
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 
@@ -43,7 +43,8 @@ def compare(
     device: str | None = None,
     name_map: Mapping[str, str] | None = None,
     first_prompt: int = 0,
-    tolerances: Tolerances | None = None,
+    tolerances: Tolerances | Mapping[str, float] | None = None,
+    allow_missing: bool = False,
     use_tqdm: bool = False,
 ) -> Report:
     """Compare what another build computed with a recording.
@@ -55,29 +56,34 @@ def compare(
             compared, as far as the tokens are the same.
         name_map: their tensor names to ours, for safetensors of another build.
         first_prompt: which prompt the first output belongs to that does not say so.
-        tolerances: instead of those of the recording's precision.
+        tolerances: instead of those of the recording's precision, all or some by name (`{"token_gap": 0.1}`); used as they are,
+            where those of the precision are widened by how far the model itself carries a last bit.
+        allow_missing: whether prompts that only one side has leave the verdict to the others; by default they make it "differs".
 
-    Raises: RecordingError, CheckpointError, and what loading the model raises: the input cannot be used.
+    Raises: RecordingError, CheckpointError, ConfigError (tolerances), and what loading the model raises: the input cannot be used.
     """
     golden = golden if isinstance(golden, Recording) else Recording.open(golden)
     check_name_map("name_map", dict(name_map or {}))
+    limits, asked = choose_tolerances(golden.manifest.precision, tolerances)
     place = other.folder if isinstance(other, Recording) else Path(other)
     pairs = align(golden, read_outputs(place, name_map or {}), first_prompt)
     if not pairs:
         raise RecordingError(f"{place}: holds no complete prompt")
     loaded = _model_of(golden.manifest, model, device)
-    limits = tolerances or BY_PRECISION[golden.manifest.precision]
     theirs = Recording.open(place).manifest if (place / MANIFEST_NAME).is_file() else None
     prompts = []
     for index, output in tqdm(pairs, unit="prompt", disable=not use_tqdm):
-        prompts.append(_compare_prompt(golden, index, output, loaded, limits, drawn_alike=_drawn_alike(golden.manifest, theirs)))
+        drawn_alike = _drawn_alike(golden.manifest, theirs)
+        prompts.append(_compare_prompt(golden, index, output, loaded, limits, asked, drawn_alike=drawn_alike))
     return Report(
         golden=str(golden.folder),
         other=str(place),
         precision=golden.manifest.precision,
         basis="the recording alone" if loaded is None else "our model, reading the other build's tokens",
-        notes=_notes(golden, theirs, loaded, len(pairs)),
+        notes=_notes(golden, theirs, loaded),
         prompts=prompts,
+        num_prompts=len(golden),
+        allow_missing=allow_missing,
     )
 
 
@@ -116,10 +122,8 @@ def _drawn_alike(golden: Manifest, theirs: Manifest | None) -> bool:
     return (golden.sampling, golden.seed) == (theirs.sampling, theirs.seed)
 
 
-def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None, compared: int) -> list[str]:
+def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None) -> list[str]:
     notes = []
-    if compared < len(golden):
-        notes.append(f"{compared} of {len(golden)} prompts compared: the others are missing on one side")
     if model is None:
         notes.append("without a model, comparison ends at the first token that differs, and tensors show inherited differences too")
     if theirs is None:
@@ -136,7 +140,14 @@ def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None
 
 
 def _compare_prompt(
-    golden: Recording, index: int, output: BuildOutput, model: Transformer | None, limits: Tolerances, *, drawn_alike: bool
+    golden: Recording,
+    index: int,
+    output: BuildOutput,
+    model: Transformer | None,
+    limits: Tolerances,
+    asked: Collection[str],
+    *,
+    drawn_alike: bool,
 ) -> PromptReport:
     manifest, recorded = golden.manifest, golden.output(index)
     prompt = output.prompt_token_ids
@@ -150,24 +161,50 @@ def _compare_prompt(
         where=output.where,
         num_prompt_tokens=len(prompt),
         num_tokens=len(tokens),
+        ended_after=_ended_after(recorded, output, manifest),
+        num_recorded_tokens=len(recorded.token_ids),
         positions=positions,
         logprob_tolerance=limits.logprob,
+        token_gap=limits.token_gap,
         divergences=divergences,
-        tensors=_tensors(recorded, output, model, manifest, limits, num_tokens=len(tokens)),
+        tensors=_tensors(recorded, output, model, manifest, limits, asked),
     )
-    if model is None or (report.max_logprob_difference <= limits.logprob and all(d.kind == "tie" for d in divergences)):
+    is_beyond = {
+        "logprob": not report.max_logprob_difference <= limits.logprob,
+        "token_gap": any(d.kind == "error" for d in divergences),
+    }
+    if model is None or not any(is_beyond[name] for name in is_beyond if name not in asked):
         return report
     # Before it is called a difference, see how far the model itself carries a last bit.
     moved = _last_bit_differences(model, prompt, tokens, logits, limits, manifest.chunk_tokens)
+    return _widened(report, limits, asked, moved)
+
+
+def _widened(report: PromptReport, limits: Tolerances, asked: Collection[str], moved: Sequence[PositionDifference]) -> PromptReport:
+    """The same findings, judged by tolerances that nobody asked for as wide as the model's own movement makes them."""
     largest = max((p.max_logprob_difference for p in moved), default=0.0)
-    gap = max(limits.token_gap, largest)
+    mean_kl = sum(p.kl for p in moved) / max(len(moved), 1)
+    needed = {"logprob": LAST_BIT_FACTOR * largest, "token_gap": largest}
+    own = {name: getattr(limits, name) for name in needed}
+    wide = {name: own[name] if name in asked else max(own[name], needed[name]) for name in needed}
     return replace(
         report,
         last_bit_difference=largest,
-        logprob_tolerance=max(limits.logprob, LAST_BIT_FACTOR * largest),
-        mean_kl_tolerance=max(limits.logprob**2, MEAN_KL_FACTOR * sum(p.kl for p in moved) / max(len(moved), 1)),
-        divergences=[replace(d, kind="tie" if d.gap <= gap else "error") for d in divergences],
+        logprob_tolerance=wide["logprob"],
+        token_gap=wide["token_gap"],
+        widened_from={name: own[name] for name in needed if wide[name] > own[name]},
+        mean_kl_tolerance=None if "logprob" in asked else max(limits.logprob**2, MEAN_KL_FACTOR * mean_kl),
+        divergences=[replace(d, kind="tie" if d.gap <= wide["token_gap"] else "error") for d in report.divergences],
     )
+
+
+def _ended_after(recorded: BuildOutput, output: BuildOutput, manifest: Manifest) -> int | None:
+    """Where an output ends that is shorter than the recorded one, and not because of a stop token."""
+    params, tokens = manifest.params(), output.token_ids
+    if params is None or len(tokens) >= len(recorded.token_ids):
+        return None
+    is_stopped = bool(tokens) and tokens[-1] in stop_token_ids(params, manifest.config["eos_token_id"])
+    return None if is_stopped else len(tokens)
 
 
 def _our_logits(
@@ -209,7 +246,12 @@ def _read(
 
 
 def _tensors(
-    recorded: BuildOutput, output: BuildOutput, model: Transformer | None, manifest: Manifest, limits: Tolerances, num_tokens: int
+    recorded: BuildOutput,
+    output: BuildOutput,
+    model: Transformer | None,
+    manifest: Manifest,
+    limits: Tolerances,
+    asked: Collection[str],
 ) -> list[TensorDifference]:
     """Named tensors that both sides have."""
     if not output.tensors:
@@ -227,7 +269,7 @@ def _tensors(
             rows = len(recorded.prompt_token_ids or ()) + _num_shared(recorded.token_ids, output.token_ids)
             ours, theirs = ({name: value[:rows] for name, value in side.items()} for side in (ours, theirs))
             ours, theirs = _same_rows(ours, theirs)
-    return compare_tensors(ours, theirs, manifest.precision, limits, output.where, is_anchored=model is not None)
+    return compare_tensors(ours, theirs, manifest.precision, limits, output.where, is_anchored=model is not None, asked=asked)
 
 
 def _same_rows(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from deepinfer.golden.report import PromptReport, Report, describe_tensor
+from deepinfer.golden.report import COUNTING, PromptReport, Report, describe_divergences, describe_tensor
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 860, 200, 62, 26, 10
 # Where 0 is drawn on a logarithmic axis: below everything that rounding can cause.
@@ -29,13 +29,14 @@ def to_html(report: Report) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Golden outputs: "
         f"{escape(state)}</title><style>{STYLE}</style></head><body>",
         "<h1>Golden outputs</h1>",
-        f"<p class='verdict {state}'>{'Equal within tolerance' if report.is_equal else 'Differs'}</p>",
+        f"<p class='verdict {state}'>{escape(report.verdict.capitalize())}</p>",
     ]
     if first is not None:
         parts.append(f"<p>First outside its tolerance, in execution order: <b>{escape(describe_tensor(first))}</b></p>")
     parts.append(
         f"<p>golden <code>{escape(report.golden)}</code><br>other <code>{escape(report.other)}</code><br>"
-        f"basis: {escape(report.basis)}, precision {escape(report.precision)}</p>"
+        f"basis: {escape(report.basis)}, precision {escape(report.precision)}<br>"
+        f"counted: {escape(COUNTING)}</p>"
     )
     parts += [f"<p class='note'>Note: {escape(note)}</p>" for note in report.notes]
     for prompt in report.prompts:
@@ -50,6 +51,8 @@ def _prompt(prompt: PromptReport) -> list[str]:
     title = f"Prompt {prompt.index}: {prompt.num_prompt_tokens} + {prompt.num_tokens} tokens"
     state = "; ".join(prompt.problems) or "equal within tolerance"
     parts = [f"<h2>{escape(title)}</h2><p>{escape(state)}</p>"]
+    if prompt.widening is not None:
+        parts.append(f"<p class='note'>{escape(prompt.widening)}</p>")
     if prompt.positions:
         places = [p.position for p in prompt.positions]
         parts.append("<h3>KL divergence by position (nats)</h3>")
@@ -59,11 +62,12 @@ def _prompt(prompt: PromptReport) -> list[str]:
         parts.append(plot(places, values, "position", limit=prompt.logprob_tolerance, marks=_marks(prompt)))
     if prompt.divergences:
         parts.append("<h3>Tokens chosen otherwise</h3>")
+        parts += [f"<p>{escape(line.strip())}</p>" for line in describe_divergences(prompt)]
         rows = [
-            (str(d.position), str(d.ours), str(d.theirs), f"{d.gap:.4g}", f"{d.top2_gap:.4g}", str(d.kind))
+            (str(d.index + 1), str(d.position), str(d.ours), str(d.theirs), f"{d.gap:.4g}", f"{d.top2_gap:.4g}", str(d.kind))
             for d in prompt.divergences
         ]
-        parts.append(_table(("position", "ours", "theirs", "gap", "top-2 gap", "kind"), rows))
+        parts.append(_table(("token", "position", "ours", "theirs", "gap", "top-2 gap", "kind"), rows))
     if prompt.tensors:
         parts.append("<h3>Tensors in execution order: how many times their tolerance (1 is the limit)</h3>")
         titles = [t.name for t in prompt.tensors]

@@ -31,6 +31,7 @@ In a pattern `*` stands for one part of a name (or some letters of it), `**` for
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ FIELDS = frozenset(
 )
 # What fills up rows of entry lists that grow with the sequence.
 EMPTY_PLACE = {"scores": float("-inf"), "selected": -1, "candidates": 0}
+SHOWN_NAMES = 4  # in a message
 COLLAPSING_NORMS = ("attn_norm", "ffn_norm", "norm")
 ENTRY_PARTS = ("compressor", "compressor.norm", "compressor.norm.in", "indexer.wk", "indexer.k_norm", "entries", "index_keys")
 
@@ -102,6 +104,17 @@ def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
     if isinstance(patterns, str) or not all(isinstance(p, str) and p for p in patterns):
         raise ConfigError(f"patterns = {patterns!r}: expected a list of names such as 'layers.*.ffn.gate.ids'")
     return tuple(patterns)
+
+
+def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The patterns that no name fits."""
+    known = list(names)
+    return [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in known)]
+
+
+def similar_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """A few of the names, those most like a pattern if any is."""
+    return get_close_matches(pattern, names, SHOWN_NAMES) or list(names[:SHOWN_NAMES])
 
 
 def module_of(name: str) -> str:

@@ -199,6 +199,7 @@ def read_safetensors(path: Path, name_map: Mapping[str, str]) -> BuildOutput:
         where=str(path),
         prompt_token_ids=ids.get("prompt_token_ids"),
         token_ids=ids.get("token_ids", []),
+        has_token_ids="token_ids" in ids,
         predictions=predictions,
         tensors=tensors,
     )

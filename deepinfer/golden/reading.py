@@ -108,6 +108,11 @@ def read_sequences(
     ]
 
 
+def stop_token_ids(params: SamplingParams, eos_token_id: int) -> set[int]:
+    """Tokens that end a completion."""
+    return {*params.stop_token_ids, *(() if params.ignore_eos else (eos_token_id,))}
+
+
 def check_lengths(config: ModelConfig, lengths: Sequence[int]) -> None:
     """Raises: PromptTooLong for a sequence that the model was not made for."""
     for index, length in enumerate(lengths):
@@ -201,7 +206,7 @@ class _Reader:
             return len(sequence.tokens) == len(sequence.given)
         if self.params is None or self.params.max_tokens is None or len(sequence.tokens) >= self.params.max_tokens:
             return True
-        stops = {*self.params.stop_token_ids, *(() if self.params.ignore_eos else (self.model.config.eos_token_id,))}
+        stops = stop_token_ids(self.params, self.model.config.eos_token_id)
         return bool(sequence.tokens) and sequence.tokens[-1] in stops
 
     def _is_done(self, sequence: _Sequence) -> bool:

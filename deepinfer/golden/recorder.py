@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from deepinfer.checkpoint.load import load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.dims import Float, Shaped, Tensor
-from deepinfer.errors import CapacityError, Rejected
-from deepinfer.golden.observe import DEFAULT_PATTERNS, check_patterns
+from deepinfer.errors import CapacityError, ConfigError, Rejected
+from deepinfer.golden.observe import DEFAULT_PATTERNS, check_patterns, similar_names, unmatched
 from deepinfer.golden.reading import CHUNK_TOKENS, Reading, check_lengths, read_sequences
 from deepinfer.golden.recording import (
     MANIFEST_NAME,
@@ -63,13 +63,15 @@ class Size:
 
     def __str__(self) -> str:
         largest = sorted(self.bytes_by_name.items(), key=lambda item: -item[1])[:3]
-        shares = ", ".join(f"{name} {megabytes(size)}" for name, size in largest)
-        return f"at most {megabytes(self.total_bytes)}, most of it {shares}"
+        shares = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
+        return f"at most {size_text(self.total_bytes)}, most of it {shares}"
 
 
-def megabytes(count: int) -> str:
-    """Bytes as text, with enough places for small recordings."""
-    return f"{count / 1e6:,.1f} MB" if count >= 1_000_000 else f"{count / 1e6:.4f} MB"
+def size_text(count: int) -> str:
+    """A number of bytes as text, in the unit that leaves digits in front of the point."""
+    if count < 1000:
+        return f"{count} bytes"
+    return f"{count / 1e3:,.1f} KB" if count < 1_000_000 else f"{count / 1e6:,.1f} MB"
 
 
 def record(
@@ -96,12 +98,13 @@ def record(
         prompts: texts need a tokenizer, which a folder brings along.
         sampling_params: how tokens are drawn, by default 32 greedy ones; None reads the prompts as whole sequences only.
         top_logprobs: keep this many log probabilities for each row instead of all logits.
-        patterns: which tensors to keep; see `deepinfer.golden.observe`.
+        patterns: which tensors to keep; see `deepinfer.golden.observe`. Each but the default ones must fit a tensor of this model.
         batch_size: prompts that share every forward.
         chunk_tokens: prompt tokens of a sequence in one forward.
         max_bytes: refuse to begin if more than this might be written.
 
-    Raises: CapacityError, RecordingError (the folder holds another recording), Rejected, PromptTooLong, StepError (not finite).
+    Raises: CapacityError, ConfigError (patterns), RecordingError (the folder holds another recording), Rejected, PromptTooLong,
+        StepError (not finite).
     """
     path, loaded, tokenizer = _load(model, precision, device, batch_invariant, tokenizer)
     params = sampling_params
@@ -110,10 +113,11 @@ def record(
     lengths = [len(prompt["prompt_token_ids"]) for prompt in manifest.prompts]
     check_lengths(loaded.config, [length + max_tokens for length in lengths])
     sizes = row_sizes(loaded, manifest.patterns, max(lengths) + max_tokens)
+    _check_each_matches(loaded, manifest.patterns, sizes)
     manifest.tensors.update({name: str(size.dtype).removeprefix("torch.") for name, size in sizes.items()})
     size = recording_size(sizes, lengths, max_tokens, loaded.config.vocab_size, top_logprobs)
     if size.total_bytes > max_bytes:
-        raise CapacityError(f"{folder}: {size}; the limit is {megabytes(max_bytes)}: choose fewer tensors or prompts, or raise it")
+        raise CapacityError(f"{folder}: {size}; the limit is {size_text(max_bytes)}: choose fewer tensors or prompts, or raise it")
     logger.info("%s: %s", folder, size)
     recording = _open_or_begin(Path(folder), manifest)
     missing = [index for index in range(len(recording)) if index not in recording.recorded]
@@ -163,6 +167,16 @@ def _check_options(
     if batch_size < 1 or chunk_tokens < 1:
         raise Rejected(f"batch_size = {batch_size}, chunk_tokens = {chunk_tokens}: both must be at least 1")
     return 0 if params is None else params.max_tokens or 0
+
+
+def _check_each_matches(model: Transformer, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Raises: ConfigError for a pattern that fits no tensor. The default ones serve models without Engram or drafts too."""
+    absent = [pattern for pattern in unmatched(patterns, names) if pattern not in DEFAULT_PATTERNS]
+    if absent:
+        existing = similar_names(absent[0], list(row_sizes(model, ("**",), 1)))
+        raise ConfigError(
+            f"pattern {absent[0]!r}: no tensor of this model has such a name; there are, for example, {', '.join(existing)}"
+        )
 
 
 def _manifest(

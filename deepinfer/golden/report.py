@@ -1,6 +1,5 @@
 """What a comparison found: plain records, a verdict, and the verdict's text. JSON is `Report.to_dict`."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,6 +7,7 @@ from deepinfer.golden.tensor_differences import TensorDifference
 from deepinfer.golden.token_differences import PositionDifference, TokenDivergence
 
 SHOWN_TENSORS, SHOWN_TOKENS = 8, 5
+COUNTING = "prompts, positions and rows from 0, generated tokens from 1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,12 @@ class PromptReport:
     Attributes:
         index: in the golden recording.
         where: what was compared with it.
+        num_tokens: generated ones that were compared.
+        num_recorded_tokens: generated ones of the recording.
+        ended_after: tokens of an output that is shorter than the recorded one without a stop token; None: it is not.
         logprob_tolerance: what the largest difference of log probabilities may be.
+        token_gap: up to which gap another token is a tie.
+        widened_from: those of the two that the last-bit measurement has widened, by name, with what they were.
         last_bit_difference: how far the model itself moves them when last bits of its streams change; None: not needed.
         mean_kl_tolerance: what the mean over positions may be, from the same measurement.
         divergences: tokens that we would not have chosen, each after the same tokens before it.
@@ -28,8 +33,12 @@ class PromptReport:
     where: str
     num_prompt_tokens: int
     num_tokens: int
+    num_recorded_tokens: int = 0
+    ended_after: int | None = None
     positions: list[PositionDifference] = field(default_factory=list)
     logprob_tolerance: float = 0.0
+    token_gap: float = 0.0
+    widened_from: dict[str, float] = field(default_factory=dict)
     last_bit_difference: float | None = None
     mean_kl_tolerance: float | None = None
     divergences: list[TokenDivergence] = field(default_factory=list)
@@ -57,14 +66,25 @@ class PromptReport:
         return next((t for t in self.tensors if not t.is_within), None)
 
     @property
+    def widening(self) -> str | None:
+        """Which default tolerances were widened, and why."""
+        if not self.widened_from:
+            return None
+        now = {"logprob": self.logprob_tolerance, "token_gap": self.token_gap}
+        changes = (f"{name} {before:.3g} widened to {now[name]:.3g}" for name, before in self.widened_from.items())
+        return f"default tolerances: {', '.join(changes)}, because the model's own last bits move its log probabilities"
+
+    @property
     def problems(self) -> list[str]:
         """Everything that makes this prompt differ."""
         found = []
+        if self.ended_after is not None:
+            found.append(f"ended after {self.ended_after} of {self.num_recorded_tokens} tokens")
         if self.first_outside is not None:
-            found.append(f"{sum(not t.is_within for t in self.tensors)} tensors outside their tolerance")
+            found.append(_count(sum(not t.is_within for t in self.tensors), "tensor") + " outside tolerance")
         errors = sum(d.kind == "error" for d in self.divergences)
         if errors:
-            found.append(f"{errors} tokens that no tie explains")
+            found.append(_count(errors, "token") + " that no tie explains")
         if not self.max_logprob_difference <= self.logprob_tolerance:
             found.append(f"log probabilities differ by {self.max_logprob_difference:.3g}, allowed {self.logprob_tolerance:.3g}")
         if self.mean_kl_tolerance is not None and not self.mean_kl <= self.mean_kl_tolerance:
@@ -79,6 +99,8 @@ class Report:
     Attributes:
         basis: what stood for our side: the model, or the recording alone.
         notes: what a reader should know before trusting the verdict.
+        num_prompts: of the recording; those without a report are missing on one side.
+        allow_missing: whether the verdict is about the prompts that both have.
     """
 
     golden: str
@@ -87,11 +109,26 @@ class Report:
     basis: str
     notes: list[str]
     prompts: list[PromptReport]
+    num_prompts: int
+    allow_missing: bool = False
 
     @property
     def is_equal(self) -> bool:
         """Equal within tolerance."""
-        return not any(prompt.problems for prompt in self.prompts)
+        return not any(prompt.problems for prompt in self.prompts) and (self.missing is None or self.allow_missing)
+
+    @property
+    def missing(self) -> str | None:
+        """How many prompts were compared, if that is not all of them."""
+        if len(self.prompts) == self.num_prompts:
+            return None
+        return f"{len(self.prompts)} of {self.num_prompts} prompts compared: the others are missing on one side"
+
+    @property
+    def verdict(self) -> str:
+        """In words, with prompts that are missing."""
+        result = "equal within tolerance" if self.is_equal else "differs"
+        return result if self.missing is None else f"{result}; {self.missing}{' (allowed)' if self.allow_missing else ''}"
 
     @property
     def exit_code(self) -> int:
@@ -120,11 +157,14 @@ class Report:
         summary = {
             "verdict": "equal within tolerance" if self.is_equal else "differs",
             "exit_code": self.exit_code,
+            "missing": self.missing,
             "first_outside": None if first is None else first.name,
             "module": None if first is None else first.module,
             "jaccard": self.jaccard,
         }
         result: dict[str, Any] = _json_values(summary | asdict(self))
+        for entry, prompt in zip(result["prompts"], self.prompts, strict=True):
+            entry["problems"] = prompt.problems
         return result
 
     def __str__(self) -> str:
@@ -161,6 +201,7 @@ def _lines(report: Report) -> list[str]:
         f"golden  {report.golden}",
         f"other   {report.other}",
         f"basis   {report.basis}, precision {report.precision}",
+        f"counts  {COUNTING}",
         *(f"note    {note}" for note in report.notes),
         "",
     ]
@@ -173,7 +214,7 @@ def _lines(report: Report) -> list[str]:
     first = report.first_outside
     if first is not None:
         lines += ["", f"FIRST OUTSIDE ITS TOLERANCE, in execution order: {describe_tensor(first)}"]
-    lines += ["", f"VERDICT: {'equal within tolerance' if report.is_equal else 'differs'}"]
+    lines += ["", f"VERDICT: {report.verdict}"]
     return lines
 
 
@@ -189,7 +230,9 @@ def _prompt_lines(prompt: PromptReport) -> list[str]:
         if prompt.last_bit_difference is not None:
             line += f"; the model's own last bits move them by {prompt.last_bit_difference:.3g}"
         lines.append(line + ")")
-    lines += _token_lines(prompt.divergences)
+    if prompt.widening is not None:
+        lines.append(f"  {prompt.widening}")
+    lines += [f"  {line}" for line in describe_divergences(prompt)]
     outside = [t for t in prompt.tensors if not t.is_within]
     if prompt.tensors:
         lines.append(f"  tensors: {len(prompt.tensors)} compared, {len(outside)} outside their tolerance")
@@ -199,14 +242,25 @@ def _prompt_lines(prompt: PromptReport) -> list[str]:
     return lines
 
 
-def _token_lines(divergences: Sequence[TokenDivergence]) -> list[str]:
-    if not divergences:
+def describe_divergences(prompt: PromptReport) -> list[str]:
+    """The first token chosen otherwise, and what those behind it are worth."""
+    first = prompt.first_divergence
+    if first is None:
         return []
-    first = divergences[0]
-    ties = sum(d.kind == "tie" for d in divergences)
-    lines = [f"  tokens: {len(divergences)} chosen otherwise ({ties} ties, {len(divergences) - ties} errors); the first is "]
-    lines[-1] += (
-        f"number {first.index} at position {first.position}: {first.theirs} instead of {first.ours}, gap {first.gap:.3g}, "
+    lines = [
+        f"tokens: the first chosen otherwise is token {first.index + 1} of {prompt.num_tokens}, at position {first.position}: "
+        f"{first.theirs} instead of {first.ours}, gap {first.gap:.3g} (a tie up to {prompt.token_gap:.3g}), "
         f"top-2 gap {first.top2_gap:.3g}: {'a tie' if first.kind == 'tie' else 'an error'}"
-    )
+    ]
+    behind = prompt.divergences[1:]
+    if behind:
+        ties = sum(d.kind == "tie" for d in behind)
+        lines.append(
+            f"        {len(behind)} more behind it, judged on the other build's own tokens ({_count(ties, 'tie')}, "
+            f"{_count(len(behind) - ties, 'error')}): may follow from it"
+        )
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

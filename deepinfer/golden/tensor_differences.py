@@ -1,6 +1,6 @@
 """Differences of named tensors: numbers by relative size, choices as sets with the gap that decided them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +68,14 @@ def compare_tensors(
     where: str,
     *,
     is_anchored: bool = False,
+    asked: Collection[str] = (),
 ) -> list[TensorDifference]:
     """Compare every tensor of theirs that we have, in our execution order.
 
     Args:
         ours: also the scores that choices were made by, where they are to be judged.
         is_anchored: our modules went on from their tensors (see `anchor`).
+        asked: names of the tolerances that somebody asked for: used as they are.
     Raises: RecordingError for a shape that does not fit.
     """
     found = []
@@ -96,7 +98,7 @@ def compare_tensors(
             found.append(_compare_exactly(order, name, mine, other))
         else:
             mine, other = _comparable(name, mine, other, ours, theirs)
-            found.append(_compare_numbers(order, name, mine, other, bounds(name, precision, tolerances, given)))
+            found.append(_compare_numbers(order, name, mine, other, bounds(name, precision, tolerances, given, asked)))
     return found
 
 

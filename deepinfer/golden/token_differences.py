@@ -36,7 +36,7 @@ class TokenDivergence:
     """A token that they generated and we would not have.
 
     Attributes:
-        index: place among the generated tokens.
+        index: place among the generated tokens, from 0.
         position: absolute position of the token.
         gap: by how much we prefer our token over theirs, in log probability (with noise and temperature, if it was drawn).
         top2_gap: by how much we prefer it over our own second choice.

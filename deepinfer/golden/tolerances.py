@@ -5,8 +5,11 @@ deviations were 7e-7 of a tensor and 1.5e-6 of a row in `float32`, 6e-5 and 4e-4
 1.5e-2 and 4.5e-2 in `native`. A bound is at least twice that.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+from deepinfer.errors import ConfigError
 
 # Tensors that have just been rounded to FP4: one step of one element is a large part of a row.
 ROUNDED_TO_FP4 = ("entries", "index_keys")
@@ -18,7 +21,7 @@ FREE_PROPOSAL_TENSOR, FREE_PROPOSAL_ROW = 0.2, 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerances:
-    """Bounds on the deviation of one build from another.
+    """Bounds on the deviation of one build from another. Raises: ConfigError unless all are finite and at least 0.
 
     Attributes:
         tensor: root mean square of the difference, relative to that of the tensor.
@@ -36,6 +39,12 @@ class Tolerances:
     token_gap: float
     last_bit: float
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"tolerance {f.name} = {value!r}: expected a finite number, at least 0")
+
 
 BY_PRECISION = {
     # Sums of float32 products in another order.
@@ -49,12 +58,35 @@ BY_PRECISION = {
 }
 
 
-def bounds(name: str, precision: str, tolerances: Tolerances, given: Collection[str] = ()) -> tuple[float, float]:
+def choose_tolerances(precision: str, asked: Tolerances | Mapping[str, float] | None) -> tuple[Tolerances, frozenset[str]]:
+    """The precision's tolerances with those that were asked for in their place, and the names of these.
+
+    Of a whole `Tolerances`, what equals the precision's own was not asked for.
+    Raises: ConfigError for a name that there is not, or a value that bounds nothing.
+    """
+    default = BY_PRECISION[precision]
+    if asked is None:
+        return default, frozenset()
+    own = asdict(default)
+    if isinstance(asked, Tolerances):
+        return asked, frozenset(name for name, value in asdict(asked).items() if value != own[name])
+    unknown = sorted(set(asked) - set(own))
+    if unknown:
+        raise ConfigError(f"tolerance {unknown[0]!r}: expected one of {', '.join(own)}")
+    return replace(default, **asked), frozenset(asked)
+
+
+def bounds(
+    name: str, precision: str, tolerances: Tolerances, given: Collection[str] = (), asked: Collection[str] = ()
+) -> tuple[float, float]:
     """Bounds for the tensor and for its worst row.
 
     `given`: names of the tensors that our modules went on from. Coefficients and routing are float32 in every precision, so that
-    between equal inputs nothing but the order of sums is left.
+    between equal inputs nothing but the order of sums is left. `asked`: names of the tolerances that somebody asked for; a bound
+    on tensors holds for every tensor then.
     """
+    if "tensor" in asked or "row" in asked:
+        return tolerances.tensor, tolerances.row
     inputs = float32_inputs(name)
     if inputs and all(part in given for part in inputs):
         exact = BY_PRECISION["float32"]

@@ -102,13 +102,18 @@ def test_unusable_input_gives_status_2_and_one_message(models: Path, prompts: Pa
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"token_ids": [3]}\n{"token_ids": }\n')
     refused(f"{bad}, line 2: not valid JSON", "compare", golden, bad, "--device", "cpu")
+    for option, name in (("--token-gap", "token_gap"), ("--logprob-tolerance", "logprob"), ("--tensor-tolerance", "tensor")):
+        refused(f"tolerance {name} = nan: expected a finite", "compare", golden, golden, "--device", "cpu", option, "nan")
     refused("there is no golden.json in it", "compare", tmp_path, bad)
     refused("not the model that was recorded: its weights", "compare", golden, golden, "--device", "cpu", "-m", models / "faulty")
     refused("cannot be loaded", "compare", golden, golden, "-m", tmp_path / "absent")
     refused("cannot be read as JSON", "compare", golden, golden, "--name-map", bad)
     refused("cannot be read", "record", models / "clean", "--prompts", tmp_path / "absent", "-o", tmp_path / "x")
     record_it = ("record", models / "clean", "--prompts", prompts, "-o", tmp_path / "x", "--device", "cpu")
-    refused("the limit is 0.0000 MB", *record_it, "--max-bytes", 10)
+    refused("the limit is 10 bytes", *record_it, "--max-bytes", 10)
+    refused("the limit is 2.5 KB", *record_it, "--max-bytes", 2500)
+    for value in ("nan", "inf", "-1"):
+        refused("expected a finite number of bytes, at least 0", *record_it, "--max-bytes", value)
     refused("differs in", "record", models / "faulty", "--prompts", prompts, "-o", golden, "--device", "cpu")
     refused(
         "is not finite, and so are not the logits",
@@ -140,7 +145,11 @@ def test_ctrl_c_gives_status_130_and_leaves_what_is_done(
     assert status == 130
     assert "interrupted" in err
     monkeypatch.undo()
-    status, out, _ = run("compare", tmp_path / "golden", tmp_path / "golden", "--device", "cpu")
+    with_itself = ("compare", tmp_path / "golden", tmp_path / "golden", "--device", "cpu")
+    status, out, _ = run(*with_itself)
+    assert status == 1
+    assert "1 of 2 prompts compared" in out
+    status, out, _ = run(*with_itself, "--allow-missing")
     assert status == 0
     assert "1 of 2 prompts compared" in out
     assert record(run, models / "clean", prompts, tmp_path / "golden", "-t", "")[0] == 0

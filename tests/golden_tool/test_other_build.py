@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from deepinfer.checkpoint.safetensors_file import write_safetensors
-from deepinfer.errors import CheckpointError, RecordingError
-from deepinfer.golden import Recording, compare
+from deepinfer.errors import CheckpointError, ConfigError, RecordingError
+from deepinfer.golden import Recording, Report, compare
 from deepinfer.golden.align import read_outputs
 from deepinfer.golden.observe import DEFAULT_PATTERNS
 from deepinfer.golden.other_build import our_name, read_jsonl
-from deepinfer.golden.tolerances import BY_PRECISION
+from deepinfer.golden.token_differences import PositionDifference
+from deepinfer.golden.tolerances import BY_PRECISION, Tolerances, bounds
 from deepinfer.sampling_params import SamplingParams
 from tests.golden_tool.recordings import PROMPT, SHORT, clean_model, record_tiny
 
@@ -83,7 +84,13 @@ def test_lines_without_a_prompt_belong_to_the_prompts_in_order(golden: Recording
     assert report.exit_code == 0
     assert [p.positions for p in report.prompts] == [[], []]
     file.write_text(json.dumps(lines[1]))
-    assert compare(golden, file, model=clean_model(), first_prompt=1).prompts[0].index == 1
+    one = compare(golden, file, model=clean_model(), first_prompt=1)
+    assert (one.prompts[0].index, one.exit_code) == (1, 1)
+    assert "VERDICT: differs; 1 of 2 prompts compared" in str(one)
+    assert one.to_dict()["missing"].startswith("1 of 2 prompts compared")
+    allowed = compare(golden, file, model=clean_model(), first_prompt=1, allow_missing=True)
+    assert allowed.exit_code == 0
+    assert "VERDICT: equal within tolerance; 1 of 2 prompts compared" in str(allowed)
 
 
 def test_a_flipped_token_does_not_end_the_comparison(golden: Recording, tmp_path: Path) -> None:
@@ -120,13 +127,42 @@ def test_a_close_second_choice_is_a_tie(golden: Recording, tmp_path: Path) -> No
     gaps = logprobs.topk(2, dim=-1)
     place = int((gaps.values[:, 0] - gaps.values[:, 1]).argmin())
     gap = float(gaps.values[place, 0] - gaps.values[place, 1])
+    swapped = [*tokens[:place], int(gaps.indices[place, 1])]
+    while len(swapped) < len(tokens):
+        swapped.append(int(clean_model()(torch.tensor([*prompt, *swapped]))[-1].argmax()))
     file = tmp_path / "other.jsonl"
-    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": [*tokens[:place], int(gaps.indices[place, 1])]}))
+    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": swapped}))
     for threshold, code in ((1.01 * gap, 0), (0.99 * gap, 1)):
         limits = replace(BY_PRECISION["float32"], token_gap=threshold)
-        report = compare(golden, file, model=clean_model(), tolerances=limits)
+        report = compare(golden, file, model=clean_model(), tolerances=limits, allow_missing=True)
         assert report.exit_code == code
         assert report.prompts[0].divergences[0].kind == ("tie" if code == 0 else "error")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("has_model", [False, True])
+def test_an_output_that_is_cut_short_differs(count: int, has_model: bool, golden: Recording, tmp_path: Path) -> None:
+    prompt, tokens, logprobs = rows_of(golden, 1)
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(plain(prompt, tokens[:count], logprobs)))
+    report = compare(golden, file, model=clean_model() if has_model else None)
+    message = f"ended after {count} of 5 tokens"
+    assert report.exit_code == 1
+    assert message in str(report)
+    assert report.prompts[0].problems == [message]
+    assert report.to_dict()["prompts"][0]["problems"] == [message]
+
+
+def test_a_stop_token_may_end_an_output_early(tmp_path: Path) -> None:
+    """A recording whose third token is made a stop token by hand: what ends there has ended."""
+    tokens = record_tiny(tmp_path, None, [SHORT], patterns=[], sampling_params=FIVE).output(0).token_ids
+    manifest = json.loads((tmp_path / "golden.json").read_text())
+    manifest["sampling"]["stop_token_ids"] = [tokens[2]]
+    (tmp_path / "golden.json").write_text(json.dumps(manifest))
+    file = tmp_path / "other.jsonl"
+    for count, code in ((3, 0), (4, 0 if tokens[3] == tokens[2] else 1)):
+        file.write_text(json.dumps({"prompt_token_ids": SHORT, "token_ids": tokens[:count]}))
+        assert compare(tmp_path, file, model=clean_model()).exit_code == code
 
 
 def test_wrong_log_probabilities_are_noticed(golden: Recording, tmp_path: Path) -> None:
@@ -140,6 +176,52 @@ def test_wrong_log_probabilities_are_noticed(golden: Recording, tmp_path: Path) 
     assert found.prompts[0].last_bit_difference < 1e-2
 
 
+def test_defaults_are_widened_and_say_so_but_what_was_asked_for_is_not(
+    golden: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is made to look as if last bits moved it far; predictions a little off then pass by default only."""
+    prompt, tokens, logprobs = rows_of(golden, 1)
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(vllm(prompt, tokens, logprobs + 0.01)))
+    far = [PositionDifference(position=0, kl=1.0, max_logprob_difference=0.1)]
+    monkeypatch.setattr("deepinfer.golden.comparison._last_bit_differences", lambda *args: far)
+
+    def compared(asked: dict[str, float] | Tolerances | None) -> Report:
+        return compare(golden, file, model=clean_model(), tolerances=asked, allow_missing=True)
+
+    by_default = compared(None)
+    assert by_default.exit_code == 0
+    assert by_default.prompts[0].widened_from == {"logprob": 1e-3, "token_gap": 1e-3}
+    assert "logprob 0.001 widened to 0.25, token_gap 0.001 widened to 0.1" in str(by_default)
+    for asked in ({"logprob": 1e-3}, {"logprob": 2e-3, "token_gap": 1.0}, replace(BY_PRECISION["float32"], logprob=2e-3)):
+        report = compared(asked)
+        assert report.exit_code == 1
+        assert " widened to " not in str(report)
+    assert compared({"logprob": 0.011}).exit_code == 0
+
+    changed = [*tokens[:4], (tokens[4] + 1) % 250]
+    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": changed}))
+    far[0] = replace(far[0], max_logprob_difference=100.0)
+    assert compared(None).exit_code == 0
+    assert compared({"token_gap": 1e-3}).exit_code == 1
+    assert compared({"logprob": 1e-3}).prompts[0].widened_from == {"token_gap": 1e-3}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3, "1", True])
+def test_tolerances_that_bound_nothing_are_refused(value: Any, golden: Recording) -> None:
+    with pytest.raises(ConfigError, match=r"tolerance token_gap = .*: expected a finite number, at least 0"):
+        compare(golden, golden, model=clean_model(), tolerances={"token_gap": value})
+    with pytest.raises(ConfigError, match="tolerance 'gap': expected one of tensor, row"):
+        compare(golden, golden, model=clean_model(), tolerances={"gap": 1.0})
+
+
+def test_a_bound_on_tensors_that_was_asked_for_holds_for_all() -> None:
+    own = BY_PRECISION["native"]
+    for name in ("layers.3.attn.entries", "layers.3.attn"):
+        assert bounds(name, "native", replace(own, tensor=1e-9, row=2e-9), asked=("tensor", "row")) == (1e-9, 2e-9)
+    assert bounds("layers.3.attn.entries", "native", own)[1] > own.row
+
+
 def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     output = golden.output(0)
     assert output.predictions is not None
@@ -150,7 +232,7 @@ def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     file = tmp_path / "other.safetensors"
     write_safetensors(file, tensors)
     names = {"model.layers.*.mlp.router.topk": "layers.*.ffn.gate.ids", "lm_head.out": "logits", "tokens": "token_ids"}
-    report = compare(golden, file, model=clean_model(), name_map=names)
+    report = compare(golden, file, model=clean_model(), name_map=names, allow_missing=True)
     assert report.exit_code == 0, str(report)
     assert set(report.jaccard) == {f"layers.{i}.ffn.gate.ids" for i in range(9)}
     assert len(report.prompts[0].positions) == 5
@@ -159,7 +241,7 @@ def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     worst = clean_model()(torch.tensor(PROMPT)).shape[0] // 2
     ids[worst] = (ids[worst] + 1) % 8
     write_safetensors(file, tensors)
-    report = compare(golden, file, model=clean_model(), name_map=names)
+    report = compare(golden, file, model=clean_model(), name_map=names, allow_missing=True)
     assert report.exit_code == 1
     assert report.first_outside is not None
     assert report.first_outside.name == "layers.4.ffn.gate.ids"

@@ -12,6 +12,7 @@ from deepinfer.checkpoint.write import random_tensors, save_checkpoint
 from deepinfer.errors import CapacityError, ConfigError, DeepInferError, PromptTooLong, RecordingError, Rejected, StepError
 from deepinfer.golden import Recording, record
 from deepinfer.golden.reading import Reading
+from deepinfer.golden.recorder import size_text
 from deepinfer.model.numerics import PRECISIONS
 from deepinfer.presets import byte_tokenizer_json, tiny_config
 from deepinfer.sampling_params import SamplingParams
@@ -59,13 +60,22 @@ def test_the_announced_size_is_the_size(tmp_path: Path, caplog: pytest.LogCaptur
         recording = record_tiny(tmp_path, None, [PROMPT, SHORT], batch_size=2)
     text = caplog.messages[0]
     assert "at most" in text
-    announced = float(text.split("at most ")[1].split(" MB")[0].replace(",", ""))
+    number, unit = text.split("at most ")[1].split(",")[0].split()
+    announced = float(number) * {"KB": 1e-3, "MB": 1.0}[unit]
     # Headers come on top; lists of entries are as long as the longest prompt needs.
     written = sum(recording.path_of(i).stat().st_size for i in range(2)) / 1e6
     assert announced == pytest.approx(written, rel=0.15)
-    with pytest.raises(CapacityError, match=r"the limit is 0\.1000 MB"):
+    with pytest.raises(CapacityError, match=r"the limit is 100\.0 KB"):
         record_tiny(tmp_path / "large", max_bytes=100_000)
     assert not (tmp_path / "large").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 KB"), (999_900, "999.9 KB"), (1_000_000, "1.0 MB"), (4 * 10**9, "4,000.0 MB")],
+)
+def test_sizes_are_shown_in_a_unit_that_fits(count: int, text: str) -> None:
+    assert size_text(count) == text
 
 
 def test_fewer_log_probabilities_instead_of_logits(tmp_path: Path) -> None:
@@ -184,6 +194,12 @@ def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ({"top_logprobs": 0}, Rejected, "top_logprobs = 0"),
         ({"batch_size": 0}, Rejected, "at least 1"),
         ({"patterns": "layers.*"}, ConfigError, "list of names"),
+        (
+            {"patterns": ["embed", "layer.3.ffn"]},
+            ConfigError,
+            r"pattern 'layer\.3\.ffn': no tensor of this model has such a name; there are, for example, layers\.3\.ffn, ",
+        ),
+        ({"patterns": ["?"]}, ConfigError, r"pattern '\?': .* for example, rope\.0\.query, "),
         ({"prompts": []}, RecordingError, "at least one prompt"),
     ],
 )

@@ -2,14 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from deepinfer.golden import Report, compare
 from deepinfer.golden.html import plot, to_html
+from deepinfer.golden.report import PromptReport
+from deepinfer.golden.token_differences import TokenDivergence
 from tests.golden_tool.faults import FAULTS
 from tests.golden_tool.recordings import PROMPT, clean_model, fresh_model, record_tiny
 
@@ -47,6 +52,30 @@ def test_json_has_everything(reports: tuple[Report, Report]) -> None:
     assert {"kl", "max_logprob_difference", "position"} == set(prompt["positions"][0])
     assert prompt["tensors"][0]["name"] == "layers.0.hc_ffn.pre"
     assert reports[0].to_dict()["exit_code"] == 0
+
+
+def divergence(index: int, kind: Literal["tie", "error"] = "error") -> TokenDivergence:
+    return TokenDivergence(index=index, position=10 + index, ours=5, theirs=9, gap=2.0, top2_gap=1.0, kind=kind)
+
+
+def test_the_first_changed_token_is_told_from_those_behind_it() -> None:
+    changed = [divergence(1), *(divergence(index) for index in (3, 4, 5)), divergence(6, "tie")]
+    prompt = PromptReport(index=0, where="other", num_prompt_tokens=10, num_tokens=8, divergences=changed, token_gap=0.25)
+    report = Report(golden="g", other="o", precision="native", basis="b", notes=[], prompts=[prompt], num_prompts=1)
+    first, behind = (
+        "the first chosen otherwise is token 2 of 8, at position 11: 9 instead of 5, gap 2 (a tie up to 0.25), top-2 gap 1: "
+        "an error",
+        "4 more behind it, judged on the other build's own tokens (1 tie, 3 errors): may follow from it",
+    )
+    text, page = str(report), unescape(to_html(report))
+    for shown in (text, page):
+        assert first in shown
+        assert behind in shown
+        assert "prompts, positions and rows from 0, generated tokens from 1" in shown
+    alone = str(replace(report, prompts=[replace(prompt, divergences=changed[:1])]))
+    assert first in alone
+    assert "behind it" not in alone
+    assert "1 token that no tie explains" in alone
 
 
 class Checker(HTMLParser):
