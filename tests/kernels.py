@@ -46,14 +46,23 @@ def random_activations(
     return x.flatten(1).to(dtype)
 
 
+def units(expected: Tensor) -> Tensor:
+    """What differences are measured in: the values' root mean square, or an eighth of a value that is larger than eight of it.
+
+    One step of bfloat16 is at most 2^-4 of the unit.
+    """
+    values = expected.double()
+    return torch.maximum(values.square().mean().sqrt(), values.abs() / 8)
+
+
 def check_kernel(observed: Tensor, expected: Tensor, subject: str, name: str) -> None:
-    """`check_close` in units of the expected values' root mean square."""
-    unit = expected.double().square().mean().sqrt()
+    """`check_close` in `units`."""
+    unit = units(expected)
     check_close(observed.double() / unit, expected.double() / unit, subject, "other sums", name)
 
 
 def packable_config() -> ModelConfig:
-    """`tiny_config` in the least widths that can be packed; the Engram's projection cannot, with 192 channels."""
+    """`tiny_config` in widths that fill the tiles of packed matrices, except for the Engram's projection with 192 channels."""
     tiny = tiny_config()
     return replace(
         tiny,

@@ -104,7 +104,7 @@ TABLE = {
     ("rotation", "other sums"): Tolerance(2e-6, None, "another sine, cosine or power function"),
     ("attention", "other sums"): Tolerance(0.02, 2e-3, "a last bit may tip a rounding to bfloat16"),
     ("linear", "other sums"): Tolerance(None, 0.02, "a last bit may tip a rounding to bfloat16"),
-    # Compared in units of the expected values' root mean square, of which none exceeds 8.
+    # Compared in the units of `tests.kernels.units`.
     ("kernel", "other sums"): Tolerance(2.0**-4, 1e-3, "a last bit of a float32 sum may tip a rounding to bfloat16, by one step"),
     ("expert kernel", "other sums"): Tolerance(
         2.0**-2, 4e-3, "as above; a tipped rounding of gate, up or the intermediate moves sums behind it"

@@ -122,7 +122,8 @@ def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device
             module.keep_scale_bytes()
     if model.numerics.ops.packs_weights:
         pack_model(model)
-    expand_if_small(model, EXPAND_LIMIT_BYTES)
+    else:
+        expand_if_small(model, EXPAND_LIMIT_BYTES)
     return model.eval()
 
 
@@ -235,7 +236,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def expand_if_small(model: Transformer, limit_bytes: int) -> None:
     """Keep decoded float32 values beside the stored ones if all of them together stay under the limit. Mutates `model`."""
-    matrices = [module for module in model.modules() if isinstance(module, StoredMatrix) and module.packed is None]
+    matrices = [module for module in model.modules() if isinstance(module, StoredMatrix)]
     members = sum(m.in_features * m.out_features * (m.weight.shape[0] if m.weight.dim() == 3 else 1) for m in matrices)
     if members * torch.float32.itemsize <= limit_bytes:
         for matrix in matrices:

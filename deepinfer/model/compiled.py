@@ -12,11 +12,19 @@ from torch import nn
 
 from deepinfer.model.draft import DSpark
 from deepinfer.model.linear import StoredMatrix
+from deepinfer.model.roundings import KeepRoundings
 from deepinfer.model.transformer import Transformer
 
 LEAST_ROWS = 2  # compilers take a size of 1 for a special case
 # Kinds of layers times dtypes; beyond that the compiler gives up instead of compiling again.
 MOST_VARIANTS = 64
+INDUCTOR_OPTIONS = {
+    # The model's roundings stay, see `roundings.py`.
+    "joint_custom_pre_pass": KeepRoundings(),
+    "emulate_precision_casts": True,
+    # Rings and pools are read before they are written. With reads moved behind, each write would copy the whole of them.
+    "reorder_for_locality": False,
+}
 
 
 def compile_model(model: Transformer, backend: str = "inductor") -> None:
@@ -28,7 +36,7 @@ def compile_model(model: Transformer, backend: str = "inductor") -> None:
         if isinstance(matrix, StoredMatrix):
             matrix.keep_scale_bytes()
     for module in parts(model):
-        module.compile(fullgraph=True, dynamic=True, backend=backend)
+        module.compile(fullgraph=True, dynamic=True, backend=backend, options=INDUCTOR_OPTIONS if backend == "inductor" else None)
 
 
 def parts(model: Transformer) -> list[nn.Module]:

@@ -215,8 +215,9 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         if error.name != "triton":
             raise
         raise MissingExtra("the Triton kernels need triton, which CUDA builds of torch bring along: pip install triton") from error
+    # Rows of a kernel are independent by themselves; tiles of rows would fix the number of rows in what is compiled.
     return replace(
-        inductor_ops(batch_invariant=batch_invariant),
+        inductor_ops(),
         linear=triton_forms.linear,
         linears=triton_forms.linears,
         grouped_linear=triton_forms.grouped_linear,
@@ -229,6 +230,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         route=triton_forms.route,
         packs_weights=True,
         skips_padding=True,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from deepinfer.dims import Int, Shaped, Tensor, UInt8
+from deepinfer.errors import ConfigError
 from deepinfer.model.attention import Attention
 from deepinfer.model.linear import Linear, StoredMatrix
 from deepinfer.model.moe import Experts, SharedExpert
 from deepinfer.model.transformer import Transformer
+from deepinfer.ops.formats import BLOCK
 from deepinfer.ops.triton_kernels.packing import (
     CHECKPOINT_ORDER,
+    FP4_CHANNELS,
     FP4_ROWS,
     FP8_CHANNELS,
     FP8_ROWS,
@@ -30,6 +33,7 @@ from deepinfer.ops.triton_kernels.packing import (
     layout_for,
     pack_fp4,
     pack_fp8,
+    pad_to_tiles,
     separate_rows,
     unpack_fp4,
     unpack_fp8,
@@ -44,6 +48,7 @@ class PackedFP8(nn.Module):
     """A packed FP8 matrix, or a run of rows of one that shares its memory.
 
     Attributes:
+        shape: rows and channels of the matrix; the packed one may have more, of zeros.
         bf16: packed for activations that stay bfloat16.
         arrivals: the kernel's counters, zero between its calls.
     """
@@ -53,38 +58,56 @@ class PackedFP8(nn.Module):
     exponents: Tensor
     arrivals: Tensor
 
-    def __init__(self, packed: PackedMatrix, bf16: bool = False) -> None:
+    def __init__(self, packed: PackedMatrix, shape: tuple[int, int], bf16: bool = False) -> None:
         super().__init__()
-        self.bf16 = bf16
+        self.shape, self.bf16 = shape, bf16
         for name, tensor in packed._asdict().items():
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("arrivals", torch.zeros_like(packed.words[:, 0, 0]), persistent=False)
 
+    @property
+    def padded_rows(self) -> int:
+        return self.words.shape[0] * FP8_ROWS
+
+    @property
+    def padded_channels(self) -> int:
+        return self.words.shape[1] * 64
+
     def tensors(self) -> PackedMatrix:
         return PackedMatrix(self.words, self.scales, self.exponents)
 
-    def rows(self, start: int, end: int) -> "PackedFP8":
-        """Rows `[start, end)`, both multiples of 64, in the same memory."""
+    def rows(self, start: int, end: int, shape: tuple[int, int]) -> "PackedFP8":
+        """Packed rows `[start, end)`, both multiples of 64, in the same memory."""
         words, scales = self.words[start // 64 : end // 64], self.scales[start // 32 : end // 32]
-        return PackedFP8(PackedMatrix(words, scales, self.exponents[start:end]), self.bf16)
+        return PackedFP8(PackedMatrix(words, scales, self.exponents[start:end]), shape, self.bf16)
 
     def unpack(self, part: None = None) -> tuple[Shaped[Tensor, "N K"], UInt8[Tensor, "Nb Kb"]]:
         """Weight and scale bytes in the checkpoint's layout."""
-        return unpack_fp8(self.tensors(), self.bf16)
+        weight, scale = unpack_fp8(self.tensors(), self.bf16)
+        n, k = self.shape
+        return weight[:n, :k], scale[: -(-n // BLOCK), : -(-k // BLOCK)]
 
 
 class PackedFP4(nn.Module):
-    """A packed stack of FP4 matrices, or one of two whose rows are interleaved in it (`place` 0 and 1)."""
+    """A packed stack of FP4 matrices, or one of two whose rows are interleaved in it (`place` 0 and 1).
+
+    Attributes:
+        shape: rows and channels of a member; the packed one may have more, of zeros.
+    """
 
     words: Tensor
     scales: Tensor
     exponents: Tensor
 
-    def __init__(self, packed: PackedMatrix, place: int | None = None) -> None:
+    def __init__(self, packed: PackedMatrix, shape: tuple[int, int], place: int | None = None) -> None:
         super().__init__()
-        self.place = place
+        self.shape, self.place = shape, place
         for name, tensor in packed._asdict().items():
             self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def padded_channels(self) -> int:
+        return self.words.shape[2] * FP4_CHANNELS
 
     def tensors(self) -> PackedMatrix:
         return PackedMatrix(self.words, self.scales, self.exponents)
@@ -93,9 +116,10 @@ class PackedFP4(nn.Module):
         """Weight and scale bytes in the checkpoint's layout, of the whole stack or of some members."""
         packed = self.tensors() if part is None else PackedMatrix(*(t[part] for t in self.tensors()))
         weight, scale = unpack_fp4(packed)
-        if self.place is None:
-            return weight, scale
-        return separate_rows(weight)[self.place], separate_rows(scale)[self.place]
+        if self.place is not None:
+            weight, scale = separate_rows(weight)[self.place], separate_rows(scale)[self.place]
+        n, k = self.shape
+        return weight[..., :n, : k // 2], scale[..., :n, : -(-k // BLOCK)]
 
 
 def pack_model(model: Transformer, layout: str | None = None) -> int:
@@ -117,6 +141,8 @@ def pack_model(model: Transformer, layout: str | None = None) -> int:
         if reason is not None:
             refused += 1
             logger.info("%s stays in its checkpoint layout: %s", name, reason)
+            if model.numerics.ops.batch_invariant and isinstance(model.get_submodule(name), Experts):
+                raise ConfigError(f"batch_invariant = True: {name} cannot be packed for the kernels, because {reason}")
     return refused
 
 
@@ -176,15 +202,18 @@ def pack_linears(matrices: Sequence[StoredMatrix], groups: int = 0) -> str | Non
     bf16 = groups > 0
     if bf16 and matrices[0].out_features // groups % FP8_ROWS:
         return f"its groups have {matrices[0].out_features // groups} rows, not a multiple of {FP8_ROWS}"
-    for matrix in matrices:
-        if reason := fp8_obstacle(matrix.weight, matrix.scale, bf16):
+    padded = [pad_to_tiles(m.weight, m.scale.view(torch.uint8), FP8_ROWS, FP8_CHANNELS) for m in matrices]
+    for stored in padded:
+        if reason := fp8_obstacle(*stored, bf16):
             return reason
-    packed = [pack_fp8(matrix.weight, matrix.scale, bf16) for matrix in matrices]
-    whole = PackedFP8(PackedMatrix(*(torch.cat(tensors) for tensors in zip(*packed, strict=True))), bf16)
+    packed = [pack_fp8(*stored, bf16) for stored in padded]
+    joined = PackedMatrix(*(torch.cat(tensors) for tensors in zip(*packed, strict=True)))
+    whole = PackedFP8(joined, (sum(m.out_features for m in matrices), matrices[0].in_features), bf16)
     start = 0
-    for matrix in matrices:
-        end = start + matrix.out_features
-        matrix.hold(whole if len(matrices) == 1 else whole.rows(start, end))
+    for matrix, (weight, _) in zip(matrices, padded, strict=True):
+        end = start + weight.shape[0]
+        shape = matrix.out_features, matrix.in_features
+        matrix.hold(whole if len(matrices) == 1 else whole.rows(start, end, shape))
         matrix.joined = whole if len(matrices) > 1 else None
         start = end
     return None
@@ -205,20 +234,26 @@ def pack_experts(stack: Experts) -> str | None:
     parts = [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, count, EXPERTS_AT_ONCE)]
     for matrix in matrices:
         for part in parts:
-            if reason := fp4_obstacle(matrix.weight[part], matrix.scale.view(torch.uint8)[part]):
+            if reason := fp4_obstacle(*_padded(matrix, part)):
                 return reason
+    inner, outer = (stack.w1.out_features, stack.w1.in_features), (stack.w2.out_features, stack.w2.in_features)
     up = _pack_parts((stack.w1, stack.w3), parts)
-    stack.w1.hold(PackedFP4(up, 0))
-    stack.w3.hold(PackedFP4(up, 1))
-    stack.w2.hold(PackedFP4(_pack_parts((stack.w2,), parts)))
+    stack.w1.hold(PackedFP4(up, inner, 0))
+    stack.w3.hold(PackedFP4(up, inner, 1))
+    stack.w2.hold(PackedFP4(_pack_parts((stack.w2,), parts), outer))
     return None
+
+
+def _padded(matrix: StoredMatrix, part: slice) -> tuple[Shaped[Tensor, "s N half"], UInt8[Tensor, "s N Kb"]]:
+    """Some members, with a multiple of the channels' tile in both directions: rows of one are channels of the next."""
+    return pad_to_tiles(matrix.weight[part], matrix.scale.view(torch.uint8)[part], FP4_CHANNELS, FP4_CHANNELS)
 
 
 def _pack_parts(matrices: tuple[StoredMatrix, ...], parts: list[slice]) -> PackedMatrix:
     """Some experts at a time, straight into their places."""
     result: PackedMatrix | None = None
     for part in parts:
-        weights, scales = zip(*((m.weight[part], m.scale.view(torch.uint8)[part]) for m in matrices), strict=True)
+        weights, scales = zip(*(_padded(matrix, part) for matrix in matrices), strict=True)
         if len(matrices) == 2:
             packed = pack_fp4(interleave_rows(*weights), interleave_rows(*scales))
         else:

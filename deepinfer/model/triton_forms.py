@@ -6,11 +6,13 @@ A matrix that could not be packed, and every precision but `native`, goes throug
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model import block_scaled_forms, inductor_forms
 from deepinfer.ops.attend import attend as plain_attend
+from deepinfer.ops.quantize import round_fp8
 from deepinfer.ops.triton_kernels import attention
 from deepinfer.ops.triton_kernels import float32_linear as float32
 from deepinfer.ops.triton_kernels import hyper_mix as mixing
@@ -25,7 +27,7 @@ from deepinfer.ops.triton_kernels.routing import combine_experts
 if TYPE_CHECKING:
     from deepinfer.model.cache import EntryPool
     from deepinfer.model.hyper_connection import HyperConnection
-    from deepinfer.model.linear import Float32Linear, StoredMatrix
+    from deepinfer.model.linear import Float32Linear, PackedWeights, StoredMatrix
     from deepinfer.model.moe import Experts
     from deepinfer.model.numerics import Numerics
     from deepinfer.model.router import Router
@@ -35,14 +37,16 @@ LEAST_WIDTH = 16  # of an operand of a tensor core
 
 
 def linear(x: Float[Tensor, "T K"], matrix: "StoredMatrix", numerics: "Numerics") -> Float[Tensor, "T N"]:
-    """Quantise, then one product. bfloat16 weights have the product of `float32_linear`."""
-    if matrix.fmt == "bf16" and matrix.expanded is None:
+    """Quantise, then one product. bfloat16 weights, and what could not be packed, have the product of `float32_linear`."""
+    if matrix.fmt == "bf16":
         return float32.float32_linear(x, matrix.weight).to(x.dtype)
+    if not numerics.precision.quantize_activations:
+        return inductor_forms.linear(x, matrix, numerics)
     if matrix.block_scaled:
         return block_scaled_forms.linear(x, matrix)
     if matrix.packed is None:
-        return inductor_forms.linear(x, matrix, numerics)
-    return fp8_linear(*quantize_activations(x, WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals)
+        return float32.float32_linear(round_fp8(x).bfloat16(), matrix.values(torch.bfloat16)).to(x.dtype)
+    return _product(x, matrix.packed)[:, : matrix.out_features]
 
 
 def linears(
@@ -52,16 +56,30 @@ def linears(
     joined = matrices[0].joined
     if joined is None or any(matrix.joined is not joined for matrix in matrices):
         return tuple(linear(x, matrix, numerics) for matrix in matrices)
-    y = fp8_linear(*quantize_activations(x, WGMMA), *joined.tensors(), joined.arrivals)
-    return y.split([matrix.out_features for matrix in matrices], dim=1)
+    parts = _product(x, joined).split([matrix.packed.padded_rows for matrix in matrices], dim=1)
+    return tuple(y[:, : matrix.out_features] for y, matrix in zip(parts, matrices, strict=True))
+
+
+def _product(x: Float[Tensor, "T K"], packed: "PackedWeights") -> Float[Tensor, "T Np"]:
+    return fp8_linear(*quantize_activations(_padded(x, packed), WGMMA), *packed.tensors(), packed.arrivals)
+
+
+def _padded(x: Float[Tensor, "... K"], packed: "PackedWeights") -> Float[Tensor, "... Kp"]:
+    """Zeros for the channels that a matrix got when it was packed."""
+    missing = packed.padded_channels - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def grouped_linear(x: Float[Tensor, "T G K"], matrix: "StoredMatrix", numerics: "Numerics") -> Float[Tensor, "T G R"]:
-    """One launch for all groups."""
-    if matrix.packed is None:
-        return inductor_forms.grouped_linear(x, matrix, numerics)
+    """One launch for all groups; a matrix that could not be packed has a product for each."""
     groups = x.shape[1]
-    y = fp8_linear_bf16(permute_channels(x, WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals, groups)
+    packed = matrix.packed
+    if packed is None:
+        weights = matrix.values(torch.bfloat16).unflatten(0, (groups, -1))
+        return torch.stack([float32.float32_linear(x[:, g], weights[g]) for g in range(groups)], dim=1).to(x.dtype)
+    y = fp8_linear_bf16(
+        permute_channels(_padded(x, matrix.packed), WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals, groups
+    )
     return y.unflatten(1, (groups, -1))
 
 
@@ -73,9 +91,10 @@ def experts(
         return block_scaled_forms.experts(x, weights, ids, stack)
     if stack.w2.packed is None or stack.w1.packed is None:
         return inductor_forms.experts(x, weights, ids, stack)
-    up, down = stack.w1.packed.tensors(), stack.w2.packed.tensors()
+    up, down = stack.w1.packed, stack.w2.packed
     # Padding rows have no expert, so that not every pair is computed.
-    return fp4_experts(x, stack.local_ids(ids), weights, *up, *down, stack.swiglu_limit, False)
+    y = fp4_experts(_padded(x, up), stack.local_ids(ids), weights, *up.tensors(), *down.tensors(), stack.swiglu_limit, False)
+    return y[..., : x.shape[1]]
 
 
 def combine(outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]:
@@ -94,8 +113,6 @@ def attend(
 
 def float32_linear(x: Float[Tensor, "T K"], matrix: "Float32Linear", numerics: "Numerics") -> Float[Tensor, "T N"]:
     """bfloat16 weights as they are stored."""
-    if matrix.fmt != "bf16" or matrix.expanded is not None:
-        return matrix.plain(x)
     return float32.float32_linear(x, matrix.weight)
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from deepinfer.checkpoint.load import load_model
+from deepinfer.errors import ConfigError
 from deepinfer.model.linear import Linear
 from deepinfer.model.moe import Experts
-from deepinfer.model.numerics import Numerics, inductor_ops, precision_named, reference_ops
+from deepinfer.model.numerics import Numerics, inductor_ops, precision_named, reference_ops, triton_ops
 from deepinfer.model.packed_weights import pack_experts, pack_linears, pack_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.triton_kernels.packing import CHECKPOINT_ORDER
@@ -91,9 +92,9 @@ def test_a_packed_model_holds_one_copy_and_gives_the_same_bits() -> None:
             module.expanded = None
     expected, before = model(IDS), packed_bytes(model)
     layer = model.layers[2]
-    # The Engrams' projections stay: their channels are no multiple of 128.
-    assert pack_model(model) == 2
-    assert model.layers[1].engram.wkv.packed is None
+    assert pack_model(model) == 0
+    # 192 channels, of which a packed matrix has a multiple of 128.
+    assert model.layers[1].engram.wkv.packed.padded_channels == 256
     assert layer.attn.wo_a.packed.bf16
     for matrix in (layer.attn.wq_b, layer.attn.wkv, layer.attn.indexer.wq_b, layer.ffn.shared_experts.w2, layer.ffn.experts.w3):
         assert matrix.packed is not None
@@ -139,6 +140,17 @@ def test_what_cannot_be_packed_exactly_stays_and_says_why() -> None:
     assert Experts(config, config.moe, model.numerics).largest_weight == float("inf")
     assert "groups have 64" not in str(pack_linears([attn.wo_a], 2))
     assert "groups have 32 rows" in str(pack_linears([model.layers[1].attn.wo_a], 4))
+
+
+def test_batch_invariant_arithmetic_refuses_experts_that_no_kernel_takes() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    model = random_model(packable_config(), device="cpu", ops=reference_ops())
+    model.layers[3].ffn.experts.w3.scale.view(torch.uint8)[5, 7, 0] = 60
+    for module in model.modules():
+        if hasattr(module, "numerics"):
+            module.numerics = replace(module.numerics, ops=triton_ops(batch_invariant=True))
+    with pytest.raises(ConfigError, match=r"layers\.3\.ffn\.experts cannot be packed .* spread over"):
+        pack_model(model)
 
 
 def test_members_of_a_packed_stack_are_unpacked_one_by_one() -> None:

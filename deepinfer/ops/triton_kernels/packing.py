@@ -12,6 +12,7 @@ channel = (T, q, j, ...) with T a run of 128 (FP8) or 256 (FP4, two runs u), q t
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from deepinfer.dims import Int, Shaped, Tensor, UInt8
 from deepinfer.errors import ShapeError
@@ -75,6 +76,25 @@ def permute_channels(x: Shaped[Tensor, "... K"], instruction: int = WGMMA) -> Sh
     v = x.unflatten(-1, (-1, 4, 8, 2, 2))  # T q j h i
     tail = (-4, -2, -1) if instruction == MMA_SYNC else (-2, -4, -1)
     return v.permute(*range(v.ndim - 5), -5, -3, *tail).flatten(-5)
+
+
+def pad_to_tiles(
+    weight: Shaped[Tensor, "*s N w"], scale: UInt8[Tensor, "*s Nb Kb"], rows: int, channels: int
+) -> tuple[Shaped[Tensor, "*s Np wp"], UInt8[Tensor, "*s Nbp Kbp"]]:
+    """Weight and scale bytes with zeros behind them, up to whole multiples of `rows` and `channels`.
+
+    Zeros add nothing to any sum; `used_exponents` gives them a scale that fits. `scale` tells how many rows and channels the
+    bytes stand for: one of its columns for 32 channels, one of its rows for 1 (FP4) or 32 (FP8).
+    """
+    is_fp4 = weight.dtype != torch.float8_e4m3fn
+    n, k = weight.shape[-2], weight.shape[-1] * (2 if is_fp4 else 1)
+    more_rows, more_channels = -n % rows, -k % channels
+    if not more_rows and not more_channels:
+        return weight, scale
+    padded = F.pad(weight.view(torch.uint8), (0, more_channels // (2 if is_fp4 else 1), 0, more_rows)).view(weight.dtype)
+    per_scale = 1 if is_fp4 else BLOCK
+    missing = (k + more_channels) // BLOCK - scale.shape[-1], (n + more_rows) // per_scale - scale.shape[-2]
+    return padded, F.pad(scale, (0, missing[0], 0, missing[1]))
 
 
 def interleave_rows(gate: Shaped[Tensor, "*s F w"], up: Shaped[Tensor, "*s F w"]) -> Shaped[Tensor, "*s two_F w"]:

@@ -32,8 +32,8 @@ def route_kernel(
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
     x = tl.load(logits_ptr + token * E + e, mask=e < E, other=0.0)
-    # log(1 + u) without the digits that 1 + u loses.
-    u = tl.exp(tl.minimum(x, THRESHOLD))
+    # log(1 + u) without the digits that 1 + u loses. A minimum would drop NaN.
+    u = tl.exp(tl.where(x > THRESHOLD, THRESHOLD, x))
     w = 1 + u
     softplus = tl.where(w == 1, u, tl.log(w) * (u / (w - 1)))
     score = tl.sqrt(tl.where(x > THRESHOLD, x, softplus))
