@@ -47,5 +47,7 @@ def _insert(graph: fx.Graph, source: fx.Node) -> fx.Node:
     copies: dict[fx.Node, fx.Node] = {next(iter(rounding.nodes)): source}
     result = graph.graph_copy(rounding, copies)
     for node in list(copies.values())[1:]:
-        node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda arg: arg.meta["val"]))
+        operation: Any = node.target
+        node.meta["val"] = operation(*fx.node.map_arg(node.args, lambda arg: arg.meta["val"]))
+    assert isinstance(result, fx.Node)
     return result

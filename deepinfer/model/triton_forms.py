@@ -56,7 +56,8 @@ def linears(
     joined = matrices[0].joined
     if joined is None or any(matrix.joined is not joined for matrix in matrices):
         return tuple(linear(x, matrix, numerics) for matrix in matrices)
-    parts = _product(x, joined).split([matrix.packed.padded_rows for matrix in matrices], dim=1)
+    packed: list[PackedWeights] = [matrix.packed for matrix in matrices]
+    parts = _product(x, joined).split([part.padded_rows for part in packed], dim=1)
     return tuple(y[:, : matrix.out_features] for y, matrix in zip(parts, matrices, strict=True))
 
 
@@ -73,8 +74,7 @@ def _padded(x: Float[Tensor, "... K"], packed: "PackedWeights") -> Float[Tensor,
 def grouped_linear(x: Float[Tensor, "T G K"], matrix: "StoredMatrix", numerics: "Numerics") -> Float[Tensor, "T G R"]:
     """One launch for all groups; a matrix that could not be packed has a product for each."""
     groups = x.shape[1]
-    packed = matrix.packed
-    if packed is None:
+    if matrix.packed is None:
         weights = matrix.values(torch.bfloat16).unflatten(0, (groups, -1))
         return torch.stack([float32.float32_linear(x[:, g], weights[g]) for g in range(groups)], dim=1).to(x.dtype)
     y = fp8_linear_bf16(
