@@ -286,3 +286,41 @@ def test_index_scores_are_those_of_the_module() -> None:
     observed = index_scores(q, weights, keys, tables, seq_ids, n_visible, 64)
     largest = (observed.double() - plain.double()).abs().max() / plain.double().square().mean().sqrt()
     assert largest <= 2.0**-5
+
+
+def score_rows(dtype: torch.dtype, count: int) -> Tensor:
+    """Scores of both signs with many ties, zeros of both signs, infinities, numbers that are none, and rows of nothing else."""
+    scores = (torch.randn(40, count, device="cuda") * 8).round() / 8
+    scores[3:9] = scores[3:9].relu()
+    scores[7, ::3] = -0.0
+    scores[10:20, count // 3 :] = float("-inf")
+    scores[20, ::5], scores[21, 1::2] = float("nan"), float("inf")
+    scores[22], scores[23], scores[24] = float("-inf"), 1.5, float("nan")
+    return scores.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("count", "k"), [(8, 8), (100, 512), (512, 512), (513, 512), (2048, 512), (4096, 64), (20000, 512), (40000, 512)]
+)
+def test_selection_is_the_plain_one(count: int, k: int, dtype: torch.dtype) -> None:
+    from deepinfer.ops.select import select_entries
+    from deepinfer.ops.triton_kernels import select
+
+    scores = score_rows(dtype, count)
+    observed, expected = select.select_entries(scores, k).cpu(), select_entries(scores.cpu(), k)
+    assert torch.equal(observed[:, : expected.shape[1]], expected)
+    assert (observed[:, expected.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("count", "kept"), [(64, 4), (1000, 4), (2048, 16), (2048, 512), (16384, 128), (40000, 128)])
+def test_candidates_are_the_plain_ones(count: int, kept: int, dtype: torch.dtype) -> None:
+    from deepinfer.ops.select import candidate_mask
+    from deepinfer.ops.triton_kernels import select
+
+    scores = score_rows(dtype, count)
+    visible = torch.randint(0, count + 1, (40,), device="cuda")
+    visible[:3] = torch.tensor([0, 1, count])
+    observed = select.candidate_mask(scores, visible, 64, kept).cpu()
+    assert torch.equal(observed, candidate_mask(scores.cpu(), visible.cpu(), 64, kept))

@@ -28,7 +28,7 @@ KERNELS = (
     (ATTEND, r"chunk_kernel|merge_kernel"),
     (INDEX, r"index_scores_kernel"),
     ("route", r"route_kernel"),
-    ("select (sort, top-k)", r".*(sort|topk|TopK|radix|bitonic|Scan|scan)"),
+    ("select (sort, top-k)", r"(select|candidates)_kernel|.*(sort|topk|TopK|radix|bitonic|Scan|scan)"),
     ("products of the library", r".*(gemm|gemv|cutlass|cublas|nvjet|splitK|aten::(mm|bmm|matmul|addmm))"),
     ("fused by the compiler", r"triton_"),
     ("copies", r"(Memcpy|Memset|aten::(copy_|_to_copy|clone|cat|index))"),

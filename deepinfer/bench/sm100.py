@@ -59,7 +59,7 @@ def variants() -> Iterator[Variant]:
 
 def plain_variants() -> Iterator[Variant]:
     """Kernels of what is not quantised."""
-    from deepinfer.ops.triton_kernels import attention, float32_linear, hyper_mix, index_scores, route
+    from deepinfer.ops.triton_kernels import attention, float32_linear, hyper_mix, index_scores, route, select
 
     types = dict.fromkeys(("maximum_ptr", "sum_ptr", "out_ptr", "sink_ptr", "partial_ptr"), "*fp32")
     types |= dict.fromkeys(("x_ptr", "w_ptr", "q_ptr", "kv_ptr", "parts_ptr", "result_ptr"), "*bf16")
@@ -87,6 +87,13 @@ def plain_variants() -> Iterator[Variant]:
     types |= dict.fromkeys(("tables_ptr", "seq_ids_ptr", "n_visible_ptr"), "*i64")
     constants = {"H": 32, "D": 128, "ENTRIES": index_scores.ENTRIES}
     yield Variant(index_scores.index_scores_kernel, "index scores", constants, types, 4)
+    types = {"scores_ptr": "*bf16", "visible_ptr": "*i64", "mask_ptr": "*i1", "ids_ptr": "*i64"}
+    for count in (2048, select.MOST_SCORES):
+        padded, warps = select.launch_of(count)
+        constants = {"PADDED": padded, "WIDTH": 512, "BITS": 16}
+        yield Variant(select.select_kernel, f"select among {count} entries", constants, types, warps)
+        constants = {"BLOCKS": padded // 64, "BLOCK": 64, "BITS": 16}
+        yield Variant(select.candidates_kernel, f"candidates among {count} entries", constants, types, warps)
 
 
 def quantized_variants() -> Iterator[Variant]:

@@ -5,7 +5,8 @@ depth. Shapes are dynamic: one compilation serves every batch and chunk of two r
 arithmetic whatever its company.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,7 +25,20 @@ INDUCTOR_OPTIONS = {
     "emulate_precision_casts": True,
     # Rings and pools are read before they are written. With reads moved behind, each write would copy the whole of them.
     "reorder_for_locality": False,
+    # Sums are cut alike for every number of rows and in every process.
+    "split_reductions": False,
+    "deterministic": True,
 }
+
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def compile_function(fn: Fn, backend: str = "inductor") -> Fn:
+    """The function, compiled when it is first called, for every size."""
+    options: Any = INDUCTOR_OPTIONS if backend == "inductor" else None
+    compiled: Any = torch.compile(fn, fullgraph=True, dynamic=True, backend=backend, options=options)
+    return cast(Fn, compiled)
 
 
 def compile_model(model: Transformer, backend: str = "inductor") -> None:
@@ -37,6 +51,8 @@ def compile_model(model: Transformer, backend: str = "inductor") -> None:
             matrix.keep_scale_bytes()
     for module in parts(model):
         module.compile(fullgraph=True, dynamic=True, backend=backend, options=INDUCTOR_OPTIONS if backend == "inductor" else None)
+    for name in ("enter", "mean_stream", "collapse"):
+        setattr(model, name, compile_function(getattr(model, name), backend))
 
 
 def parts(model: Transformer) -> list[nn.Module]:

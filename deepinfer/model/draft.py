@@ -16,7 +16,7 @@ from deepinfer.dims import Float, Int, Tensor
 from deepinfer.model.attention import Attention
 from deepinfer.model.block import Block
 from deepinfer.model.cache import LayerCache, ModelCache, store_latest
-from deepinfer.model.hyper_connection import collapse, first_stream
+from deepinfer.model.hyper_connection import collapse, enter
 from deepinfer.model.indexer import Shared
 from deepinfer.model.linear import Float32Linear, Linear
 from deepinfer.model.norm import RMSNorm
@@ -160,8 +160,7 @@ class DSpark(nn.ModuleList):
             rope: rotations at p + 1 .. p + Q, packed.
         """
         last = self.blocks[-1]
-        streams = embedded[:, None].expand(-1, self.config.hyper_connection.mult, -1).contiguous()
-        pre_mix = first_stream(streams)
+        streams, pre_mix = enter(embedded, self.config.hyper_connection.mult)
         is_padding = None
         if last.attn.numerics.ops.skips_padding:
             is_padding = (slots == TRASH_SLOT).repeat_interleave(self.config.draft.block_size)

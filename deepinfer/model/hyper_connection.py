@@ -60,6 +60,17 @@ def first_stream(streams: Float[Tensor, "T M D"]) -> Float[Tensor, "T M"]:
     return pre
 
 
+def enter(embedded: Float[Tensor, "T D"], mult: int) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"]]:
+    """The streams that a model begins with, all alike, and the `pre` of the very first sub-layer."""
+    streams = embedded[:, None].expand(-1, mult, -1).contiguous()
+    return streams, first_stream(streams)
+
+
+def mean_stream(streams: Float[Tensor, "T M D"]) -> Float[Tensor, "T D"]:
+    """The features of a layer for the draft blocks: float32 inside, the streams' dtype outside."""
+    return streams.float().mean(dim=1).to(streams.dtype)
+
+
 def collapse(streams: Float[Tensor, "T M D"], pre: Float[Tensor, "T M"]) -> Float[Tensor, "T D"]:
     """The sub-layer's input, `sum_m pre_m * stream_m`: float32 inside, the streams' dtype outside."""
     return sum_in_order(pre[:, :, None] * streams.float(), 1).squeeze(1).to(streams.dtype)

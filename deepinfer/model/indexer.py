@@ -21,7 +21,7 @@ from deepinfer.model.numerics import ROW_TILE, Numerics
 from deepinfer.model.rows import Rows
 from deepinfer.ops.quantize import round_fp4_ue8m0
 from deepinfer.ops.rotate import rotate_last
-from deepinfer.ops.select import NEG_INF, candidate_mask, select_entries
+from deepinfer.ops.select import NEG_INF
 
 ENTRY_TILE = 64  # entries scored by one product in batch-invariant arithmetic
 SCORE_ROWS = 128  # rows scored at once where each needs its own sequence's keys: bounds the gathered copy
@@ -74,12 +74,12 @@ class Indexer(nn.Module):
     ) -> IndexerOutput:
         """Choose entries for each row among the visible ones of `shared.pool` (and of `shared.candidates`, if there are any)."""
         assert shared.pool is not None
-        ix, ratio = self.config, shared.pool.ratio
+        ix, ratio, ops = self.config, shared.pool.ratio, self.numerics.ops
         q = rotate_last(self.wq_b(query_latent).unflatten(1, (ix.n_heads, ix.head_dim)), rotation)
         weights = self.weights_proj(x) * (ix.head_dim**-0.5 * ix.n_heads**-0.5)
         q = self._rounded(q)
         n_visible = (rows.positions + 1) // ratio
-        if (fast := self.numerics.ops.index_scores) is not None:
+        if (fast := ops.index_scores) is not None:
             scores = fast(q, weights, shared.pool, rows, n_visible)
         else:
             scores = self._scores(q, weights, shared.pool.keys_of_sequences(rows), rows.seq_ids)
@@ -90,11 +90,11 @@ class Indexer(nn.Module):
         candidates = None
         if self.is_candidate_source:
             # The source itself chooses among all visible entries; the mask is for the layers above.
-            candidates = candidate_mask(scores, n_visible, ix.candidate_block_size, ix.candidate_topk_blocks)
+            candidates = ops.candidate_mask(scores, n_visible, ix.candidate_block_size, ix.candidate_topk_blocks)
         elif shared.candidates is not None:
             scores = scores.masked_fill(~shared.candidates, NEG_INF)
         # An entry outside the candidates is never chosen, even if fewer than topk candidates exist (specification U3).
-        return IndexerOutput(select_entries(scores, ix.topk), candidates, scores)
+        return IndexerOutput(ops.select_entries(scores, ix.topk), candidates, scores)
 
     def _rounded(self, x: Float[Tensor, "... Di"]) -> Float[Tensor, "... Di"]:
         return round_fp4_ue8m0(x) if self.numerics.precision.round_caches else x

@@ -17,6 +17,7 @@ from deepinfer.model import inductor_forms, plain_forms
 from deepinfer.ops.attend import attend
 from deepinfer.ops.elementwise import plain, without_tail
 from deepinfer.ops.matmul import batched_matmul, block_matmul, matmul
+from deepinfer.ops.select import candidate_mask, select_entries
 
 ROW_TILE = 16  # rows of every product in batch-invariant arithmetic
 
@@ -148,6 +149,20 @@ class RouteFn(Protocol):
     def __call__(self, logits: Float[Tensor, "T E"], router: Any) -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]: ...
 
 
+class SelectEntriesFn(Protocol):
+    """See `deepinfer.ops.select.select_entries`; may be `k` wide even where there are fewer scores."""
+
+    def __call__(self, scores: Float[Tensor, "T C"], k: int) -> Int[Tensor, "T N"]: ...
+
+
+class CandidateMaskFn(Protocol):
+    """See `deepinfer.ops.select.candidate_mask`."""
+
+    def __call__(
+        self, scores: Float[Tensor, "T C"], visible: Int[Tensor, " T"], block_size: int, topk_blocks: int
+    ) -> Bool[Tensor, "T C"]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
     """The operations whose result can depend on the shape they run in, or that have a fast twin.
@@ -166,6 +181,8 @@ class Ops:
     grouped_linear: GroupedLinearFn = plain_forms.grouped_linear
     experts: ExpertsFn = plain_forms.experts
     combine: CombineFn = plain_forms.combine
+    select_entries: SelectEntriesFn = select_entries
+    candidate_mask: CandidateMaskFn = candidate_mask
     float32_linear: Float32LinearFn | None = None
     hyper_mix: HyperMixFn | None = None
     index_scores: IndexScoresFn | None = None
@@ -211,6 +228,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
     """
     try:
         from deepinfer.model import triton_forms
+        from deepinfer.ops.triton_kernels import select as triton_select
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -228,6 +246,8 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         hyper_mix=triton_forms.hyper_mix,
         index_scores=triton_forms.index_scores,
         route=triton_forms.route,
+        select_entries=triton_select.select_entries,
+        candidate_mask=triton_select.candidate_mask,
         packs_weights=True,
         skips_padding=True,
         batch_invariant=batch_invariant,

@@ -16,7 +16,7 @@ from deepinfer.model.block import Block
 from deepinfer.model.cache import CacheSizes, ModelCache
 from deepinfer.model.draft import DSpark, Proposal, SampleFn, TokenEmbedding, greedy
 from deepinfer.model.engram import Engram, TokenWindow
-from deepinfer.model.hyper_connection import collapse, first_stream
+from deepinfer.model.hyper_connection import collapse, enter, mean_stream
 from deepinfer.model.indexer import Shared
 from deepinfer.model.linear import Float32Linear
 from deepinfer.model.norm import RMSNorm
@@ -60,6 +60,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = Float32Linear(config.dim, config.vocab_size, numerics)
         self.mtp = DSpark(config, numerics)
+        # Functions between the layers, which a compiler replaces.
+        self.enter, self.mean_stream, self.collapse = enter, mean_stream, collapse
 
     @property
     def device(self) -> torch.device:
@@ -78,8 +80,7 @@ class Transformer(nn.Module):
         rope = self.rope(rows.positions)
         window = self.token_window(rows, cache) if config.engram.layer_ids else None
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
-        streams = embedded[:, None].expand(-1, config.hyper_connection.mult, -1).contiguous()
-        pre_mix = first_stream(streams)
+        streams, pre_mix = self.enter(embedded, config.hyper_connection.mult)
         is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding else None
         shared = Shared()
         features: list[Tensor] = []
@@ -98,9 +99,9 @@ class Transformer(nn.Module):
                 streams = layer.engram(streams, window, self.token_window.pad)
             if index in targets:
                 # The block's input, with its Engram, not its output.
-                features.append(streams.float().mean(dim=1).to(streams.dtype))
+                features.append(self.mean_stream(streams))
             streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding)
-        return Hidden(rows, collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
+        return Hidden(rows, self.collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
     def forward_without_rows(self) -> None:
         """The part of a forward that other processes wait for when this one has no rows: each layer's exchange of experts."""

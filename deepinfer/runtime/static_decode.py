@@ -8,6 +8,7 @@ import torch
 
 from deepinfer.dims import Tensor
 from deepinfer.model.cache import ModelCache
+from deepinfer.model.compiled import compile_function, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import Device
 from deepinfer.runtime.row_layout import build_rows
@@ -25,6 +26,7 @@ class StaticDecode:
         self, model: Transformer, cache: ModelCache, shape_like: SequenceMetadata, relay: DeviceOutputs, device: Device
     ) -> None:
         self.model, self.cache, self.relay = model, cache, relay
+        self._build_rows = compile_function(build_rows) if is_compiled(model) else build_rows
         place = device.torch_device
         # A shape starts as padding only: its warm-up touches nothing but trash.
         like = shape_like.as_padding().forward_inputs()
@@ -35,7 +37,7 @@ class StaticDecode:
 
     @torch.inference_mode()
     def _forward(self) -> None:
-        layout = build_rows(self._metadata, self.relay)
+        layout = self._build_rows(self._metadata, self.relay)
         rows = layout.rows
         hidden = self.model.forward_rows(rows, self.cache)
         if hidden.main_hidden is not None and self.relay.drafts.shape[1]:

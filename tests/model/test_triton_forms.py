@@ -105,6 +105,7 @@ def _stand_ins() -> None:
         index_scores,
         route,
         routing,
+        select,
     )
     from deepinfer.ops.triton_kernels import quantize as activations
 
@@ -119,6 +120,8 @@ def _stand_ins() -> None:
     hyper_mix.hyper_mix.register_kernel("cpu", mix)
     index_scores.index_scores.register_kernel("cpu", score)
     route.route.register_kernel("cpu", choose)
+    select.select_entries.register_kernel("cpu", lambda scores, k: torch.zeros(scores.shape[0], k, dtype=torch.int64))
+    select.candidate_mask.register_kernel("cpu", lambda scores, visible, size, count: torch.ones_like(scores, dtype=torch.bool))
 
 
 def mix(
@@ -192,12 +195,12 @@ def test_layers_over_the_kernels_are_compiled_once_for_every_number_of_rows(batc
     model = random_model(tiny_config(), device="cpu", ops=triton_ops(batch_invariant=batch_invariant))
     torch.compiler.reset()
     compile_model(model, backend="eager")
-    cache = model.new_cache(CacheSizes(num_slots=10, num_blocks=40))
+    cache = model.new_cache(CacheSizes(num_slots=10, num_blocks=100))
 
     def run(lengths: list[int]) -> None:
-        # Behind the first block: engines pad tables to more than one.
+        # Behind the first block: engines pad tables to more than one. There are fewer entries than may be chosen, then more.
         chunks = [(torch.arange(length) + 3, 70) for length in lengths]
-        tables = [range(1 + 4 * i, 5 + 4 * i) for i in range(len(lengths))]
+        tables = [range(1 + 16 * i, 17 + 16 * i) for i in range(len(lengths))]
         rows = pack_rows(chunks, range(1, len(lengths) + 1), tables, 64, model.device)
         hidden = model.forward_rows(rows, cache)
         model.logits(hidden.final)
@@ -207,7 +210,7 @@ def test_layers_over_the_kernels_are_compiled_once_for_every_number_of_rows(batc
     run([3, 2])
     run([7, 11, 5])
     count = compilation_count()
-    for lengths in ([1, 1], [1, 1, 1, 1, 1], [17, 2], [64, 3, 1], [150, 5, 7, 9, 16]):
+    for lengths in ([1, 1], [1, 1, 1, 1, 1], [17, 2], [64, 3, 1], [150, 5, 7, 9, 16], [900, 2]):
         run(lengths)
     assert compilation_count() == count
     assert count < 40
