@@ -42,10 +42,11 @@ def compile_function(fn: Fn, backend: str = "inductor") -> Fn:
 
 
 def compile_model(model: Transformer, backend: str = "inductor") -> None:
-    """Compile the parts of a model when they are first called. Mutates `model`: calls of its parts go to compiled code."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    # Sizes that happen to be equal in the first call need not be equal in the next.
-    torch.fx.experimental._config.use_duck_shape = False
+    """Compile the parts of a model when they are first called. Mutates `model`: calls of its parts go to compiled code.
+
+    Another thread that runs the model calls `set_up_compiler` first.
+    """
+    set_up_compiler()
     for matrix in model.modules():
         if isinstance(matrix, StoredMatrix):
             matrix.keep_scale_bytes()
@@ -53,6 +54,13 @@ def compile_model(model: Transformer, backend: str = "inductor") -> None:
         module.compile(fullgraph=True, dynamic=True, backend=backend, options=INDUCTOR_OPTIONS if backend == "inductor" else None)
     for name in ("enter", "mean_stream", "collapse"):
         setattr(model, name, compile_function(getattr(model, name), backend))
+
+
+def set_up_compiler() -> None:
+    """Prepare this thread for compiling parts when they are first called: since torch 2.12 each thread has settings of its own."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    # Sizes that happen to be equal in the first call need not be equal in the next.
+    torch.fx.experimental._config.use_duck_shape = False
 
 
 def parts(model: Transformer) -> list[nn.Module]:

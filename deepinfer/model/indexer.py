@@ -19,12 +19,12 @@ from deepinfer.model.linear import Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import ROW_TILE, Numerics
 from deepinfer.model.rows import Rows
+from deepinfer.ops.index_scores import index_scores, weigh_dots
 from deepinfer.ops.quantize import round_fp4_ue8m0
 from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.select import NEG_INF
 
 ENTRY_TILE = 64  # entries scored by one product in batch-invariant arithmetic
-SCORE_ROWS = 128  # rows scored at once where each needs its own sequence's keys: bounds the gathered copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +107,19 @@ class Indexer(nn.Module):
         if keys.shape[0] == 1 and not ops.batch_invariant:
             t, hi, _ = q.shape
             dots = ops.matmul(q.flatten(0, 1), keys[0]).unflatten(0, (t, hi))
-            return self._combine(dots, weights)
-        # In batch-invariant arithmetic the shape of a product may not depend on how many entries the company has.
-        step, width = (ROW_TILE, ENTRY_TILE) if ops.batch_invariant else (SCORE_ROWS, max(keys.shape[1], 1))
+            return weigh_dots(dots, weights)
+        if not ops.batch_invariant:
+            return index_scores(q, weights, keys, seq_ids)
+        # The shape of a product may not depend on how many entries the company has.
         count = keys.shape[1]
-        keys = F.pad(keys, (0, 0, 0, -count % width))
+        keys = F.pad(keys, (0, 0, 0, -count % ENTRY_TILE))
         parts = []
-        for start in range(0, q.shape[0], step):
-            part = slice(start, start + step)
-            tiles = keys[seq_ids[part]].split(width, dim=1)
-            scores = [self._combine(ops.batched_matmul(q[part], tile.transpose(1, 2)), weights[part]) for tile in tiles]
+        for start in range(0, q.shape[0], ROW_TILE):
+            part = slice(start, start + ROW_TILE)
+            tiles = keys[seq_ids[part]].split(ENTRY_TILE, dim=1)
+            scores = [weigh_dots(ops.batched_matmul(q[part], tile.transpose(1, 2)), weights[part]) for tile in tiles]
             parts.append(torch.cat(scores, dim=1)[:, :count])
         return torch.cat(parts)
-
-    @staticmethod
-    def _combine(dots: Float[Tensor, "T Hi C"], weights: Float[Tensor, "T Hi"]) -> Float[Tensor, "T C"]:
-        return (torch.relu(dots) * weights[:, :, None]).sum(dim=1)
 
     def _with_published_keys(
         self, scores: Tensor, q: Tensor, weights: Tensor, rows: Rows, cache: LayerCache

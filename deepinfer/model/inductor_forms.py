@@ -1,6 +1,6 @@
 """What quantised matrices do, written for a compiler: the same roundings as `plain_forms.py`, other orders of float32 sums.
 
-Only `native` products with quantised weights differ from the plain forms; everything else is passed on to them.
+Only `native` products with quantised weights differ from the plain forms; everything else is passed on to those with fixed shapes.
 """
 
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ def experts(
 ) -> Float[Tensor, "T K D"]:
     """By pairs while there are fewer than experts, else by experts."""
     if not (stack.w1.is_quantized and stack.numerics.precision.quantize_activations):
-        return plain_forms.experts(x, weights, ids, stack)
+        return plain_forms.every_expert(x, weights, ids, stack)  # the others make code for each number of rows
     local, count = stack.local_ids(ids), len(stack.expert_ids)
     form = dequantized.gathered_experts if ids.numel() <= count else dequantized.grouped_experts
     w1, w2, w3 = stack.w1.stored(), stack.w2.stored(), stack.w3.stored()

@@ -69,7 +69,7 @@ def experts(
         return _one_by_one(x, weights, ids, stack)
     if stack.holds_all and ids.numel() <= len(stack.expert_ids):
         return _gathered(x, weights, ids, stack)
-    return _every_expert(x, weights, ids, stack)
+    return every_expert(x, weights, ids, stack)
 
 
 def _one_by_one(x: Tensor, weights: Tensor, ids: Tensor, stack: "Experts") -> Float[Tensor, "T K D"]:
@@ -91,8 +91,8 @@ def _expert(x: Float[Tensor, "n D"], weight: Float[Tensor, "n 1"], local: int, s
     return product(hidden, stack.w2.values(dtype, local), quantized, stack.numerics)
 
 
-def _every_expert(x: Tensor, weights: Tensor, ids: Tensor, stack: "Experts") -> Float[Tensor, "T K D"]:
-    """The same with every expert computing every token: fixed shapes, for more pairs than experts."""
+def every_expert(x: Tensor, weights: Tensor, ids: Tensor, stack: "Experts") -> Float[Tensor, "T K D"]:
+    """The same with every expert computing every token: fixed shapes, for more pairs than experts and for a compiler."""
     out = x.new_zeros((*ids.shape, x.shape[1]))
     for local, expert in enumerate(stack.expert_ids):
         is_chosen = ids == expert

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import CapacityError, ConfigError, DeepInferError, EngineClosed, NothingToDraw, StepError
 from deepinfer.model.cache import CacheSizes
+from deepinfer.model.compiled import is_compiled, set_up_compiler
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
 from deepinfer.parallel.config import Role
@@ -127,6 +128,8 @@ class EngineCore:
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
+        if is_compiled(self.worker.model):
+            set_up_compiler()
         if self.worker.decode_buckets:
             warm_up(self.worker)
         while not self._is_closing:

@@ -75,6 +75,9 @@ def build_rows(meta: SequenceMetadata, previous: DeviceOutputs | None) -> Layout
         slots=meta.slots,
         block_tables=meta.block_tables,
         block_size=meta.block_size,
+        # Steps with and without replays are one to a compiler.
+        window_starts=torch.zeros_like(meta.slots),
+        write_floors=torch.zeros_like(meta.slots),
     )
     return Layout(rows, starts, n_drafts, ends, survival)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.nn.functional as F
 
 from deepinfer.dims import Tensor
 from deepinfer.model.cache import CacheSizes
@@ -299,12 +300,13 @@ class Worker:
         )
         box.drawn = report(logits, counted, sampling.num_top)
         if state.observed is not None:
-            state.observed.score(self.model.logits)
+            state.observed.score(self._logits)
 
     def _logits(self, final: Tensor) -> Tensor:
-        """Logits of hidden rows; a single row goes through the arithmetic of several."""
-        if self.pads_every_step and final.shape[0] < LEAST_ROWS:
-            return self.model.logits(final.repeat(LEAST_ROWS, 1))[: final.shape[0]]
+        """Logits of hidden rows; one row, and none, go through the arithmetic of several."""
+        count = final.shape[0]
+        if self.pads_every_step and count < LEAST_ROWS:
+            return self.model.logits(F.pad(final, (0, 0, 0, LEAST_ROWS - count)))[:count]
         return self.model.logits(final)
 
     def _reject(
