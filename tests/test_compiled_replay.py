@@ -1,6 +1,8 @@
 """Compiled layers under everything that changes which rows run: stored prefixes, replays, tails, preemption, drafts."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +64,7 @@ def serve(model: Transformer, mode: ReplayMode, snapshots: int, drafts: int) -> 
         num_ring_snapshots=snapshots,
         num_speculative_tokens=drafts,
     )
+    harness.worker.warm_up(lambda what: nullcontext())
     counts = []
     for length in (9, *LENGTHS):
         sequences = [
@@ -121,6 +124,24 @@ def test_the_thread_of_an_engine_compiles_like_the_one_that_made_the_model(trace
 
     expected, _ = texts(tiny_model(batch_invariant=False))
     assert texts(traced) == (expected, 0)
+
+
+def test_the_warm_up_knows_short_sequences_and_long_ones() -> None:
+    """An index that keeps all entries of a short sequence has code of its own."""
+    model = compiled_model("eager")
+    kept = replace(model.config.indexer, topk=24, candidate_topk_blocks=24)
+    model.config = replace(model.config, indexer=kept)
+    for layer in model.layers:
+        if layer.attn.indexer is not None:
+            layer.attn.indexer.config = kept
+    harness = Harness(InlineDevice(), depth=1, num_blocks=40, model=model, replay="exact", prefix_caching=True)
+    harness.worker.warm_up(lambda what: nullcontext())
+    count = compilation_count()
+    for length in (9, 100):
+        harness.add(make_request(str(length), some_tokens(length, salt=length), PARAMS))
+        harness.run()
+        assert compilation_count() == count, length
+    torch.compiler.reset()
 
 
 @pytest.mark.slow

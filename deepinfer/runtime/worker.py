@@ -197,8 +197,9 @@ class Worker:
         """Compile, and capture what steady decode of short sequences needs. `progress` brackets each part with what it is."""
         idle, block_size = SchedulerOutputs(step_seq=-1, kind=StepKind.IDLE, sequences=()), self.sizes.block_size
         with progress("prefill"):
-            shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, LEAST_TABLE_WIDTH)
-            self._run_eagerly(stage_metadata(idle, block_size, shape).to(self.device.torch_device))
+            for width in self._kinds_of_tables():
+                shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, width)
+                self._run_eagerly(stage_metadata(idle, block_size, shape).to(self.device.torch_device))
         for groups in self.decode_buckets:
             for each in sorted({0, self.num_drafts}):
                 with progress(f"decode, {groups} sequences, {each} drafts"):
@@ -208,6 +209,15 @@ class Worker:
         for bucket in self.decode_buckets:
             with progress(f"drafts, {bucket} sequences"):
                 self._static_draft(bucket, SamplingMetadata.greedy(1))
+
+    def _kinds_of_tables(self) -> list[int]:
+        """Widths of block tables that have code of their own: the index chooses among more entries, or blocks, than it keeps."""
+        config, ix = self.model.config, self.model.config.indexer
+        kept = [ix.topk] + [ix.candidate_topk_blocks * ix.candidate_block_size] * (ix.candidate_source_layer >= 0)
+        tokens = [0, *(config.compress_ratios[layer] * count for layer in config.kv_source_layers for count in kept)]
+        longest = padded_shape(1, 0, self.sizes.num_blocks - 1).table_width
+        widths = {padded_shape(1, 0, count // self.sizes.block_size + 1).table_width for count in tokens}
+        return sorted(width for width in widths if width <= longest)
 
     def _run_eagerly(self, metadata: SequenceMetadata) -> None:
         """A step of nothing but padding, for what it compiles."""
