@@ -1,14 +1,21 @@
-"""Work that a prefill takes, in every mode: floating-point operations, rows, and time to the first token."""
+"""Work that a prefill takes, in every mode: rows, floating-point operations, and time to the first token."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Sequence as Sizes
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepinfer.bench.decode import release_memory, row_of
 from deepinfer.bench.pipeline import BLOCK_SIZE, Pipeline
+from deepinfer.bench.report import Report
+from deepinfer.errors import CapacityError, ConfigError
+from deepinfer.model.compiled import compilation_count, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import ReplayMode
+from deepinfer.runtime.sequence import Sequence
 
 REPEATS = 3
 
@@ -20,65 +27,105 @@ class PrefillWork:
     Attributes:
         cached: tokens of it whose entries were stored.
         rows: rows that ran, in the encoder half; behind the last KV source `decoder_rows`.
-        gflop: of all matrix products, as executed, two for each multiplication with addition.
-        first_token_ms: median.
+        gflop: of all matrix products, as executed, two for each multiplication with addition; None where layers are compiled.
+        first_token_ms: median, until the token is on the host.
+        compiled: graphs compiled after the first prompt of this kind.
     """
 
     mode: str
+    kernels: str
     tokens: int
     cached: int
     rows: int
     decoder_rows: int
-    gflop: float
+    gflop: float | None
     first_token_ms: float
+    compiled: int
 
 
-# Name, mode, whether a prefix is stored, ring snapshots.
-CASES: tuple[tuple[str, ReplayMode, bool, int], ...] = (
-    ("full", "full", False, 0),
-    ("exact, truncated", "exact", False, 0),
-    ("bounded, truncated", "bounded", False, 0),
-    ("exact, snapshot", "exact", True, 8),
-    ("exact, replayed", "exact", True, 0),
-    ("bounded, replayed", "bounded", True, 0),
+class Case(NamedTuple):
+    """A way into a prompt. With `caching` its beginning is stored; `snapshots` is how many ring snapshots are kept."""
+
+    name: str
+    mode: ReplayMode
+    caching: bool
+    snapshots: int
+
+
+CASES = (
+    Case("full", "full", caching=False, snapshots=0),
+    Case("exact, truncated", "exact", caching=False, snapshots=0),
+    Case("bounded, truncated", "bounded", caching=False, snapshots=0),
+    Case("exact, snapshot", "exact", caching=True, snapshots=8),
+    Case("exact, replayed", "exact", caching=True, snapshots=0),
+    Case("bounded, replayed", "bounded", caching=True, snapshots=0),
 )
 
 
-def measure_prefill(model: Transformer, tokens: int, new_tokens: int = 64) -> Iterator[PrefillWork]:
-    """A prompt of `tokens`, of which all but the last `new_tokens` (rounded to a block) are stored where caching is on."""
+def measure_work(model: Transformer, kernels: str, tokens: Sizes[int], report: Report) -> None:
+    """A row for every length in every mode; what fails is noted and the others go on. Fills `report`."""
+    for count in tokens:
+        for case in CASES:
+            what = f"{count} tokens, {case.name}"
+            if report.is_over(what):
+                continue
+            try:
+                report.add({"part": "work"} | row_of(prefill_work(model, case, count, kernels=kernels)))
+            # Out of memory is a RuntimeError.
+            except (RuntimeError, CapacityError, ConfigError) as error:
+                report.failed(what, error)
+            release_memory()
+
+
+def prefill_work(model: Transformer, case: Case, tokens: int, new_tokens: int = 64, kernels: str = "plain") -> PrefillWork:
+    """A prompt of `tokens`, of which all but the last `new_tokens` (rounded to a block) are stored where caching is on.
+
+    Raises: ConfigError for a length that leaves nothing to store, or is beyond the model's.
+    """
     known = (tokens - new_tokens) // BLOCK_SIZE * BLOCK_SIZE
-    for name, mode, caching, snapshots in CASES:
-        times, work = [], None
-        for repeat in range(REPEATS + 1):
-            pipeline = Pipeline(
-                model, num_tokens=2 * tokens + 4 * BLOCK_SIZE, replay=mode, caching=caching, num_ring_snapshots_kept=snapshots
-            )
-            if caching:
-                pipeline.add((*some_tokens(model, known), 3), max_tokens=1)
-                pipeline.run()
-            before = pipeline.scheduler.counters.scheduled_tokens
-            truncated = pipeline.scheduler.recovery.counters.truncated_rows
-            sequence = pipeline.add(some_tokens(model, tokens), max_tokens=1)
-            if repeat == 0:
-                # Also the warm-up: counting is not timed.
-                with FlopCounterMode(display=False) as counter:
-                    pipeline.run()
-                rows = pipeline.scheduler.counters.scheduled_tokens - before
-                skipped = pipeline.scheduler.recovery.counters.truncated_rows - truncated
-                work = (sequence.num_cached_tokens, rows, rows - skipped, counter.get_total_flops() / 1e9)
-            else:
-                pipeline.run()
-                times.append(pipeline.first_token_s[sequence.seq_id] * 1e3)
-        assert work is not None
-        yield PrefillWork(
-            mode=name,
-            tokens=tokens,
-            cached=work[0],
-            rows=work[1],
-            decoder_rows=work[2],
-            gflop=work[3],
-            first_token_ms=statistics.median(times),
-        )
+    if known <= 0 or tokens >= model.config.max_seq_len:
+        least, most = new_tokens + BLOCK_SIZE, model.config.max_seq_len - 1
+        raise ConfigError(f"a prompt of {tokens} tokens: expected a length from {least} to {most}")
+    # What is stored, and what each repetition leaves besides.
+    num_tokens = tokens + (REPEATS + 2) * (tokens - known + BLOCK_SIZE)
+    pipeline = Pipeline(
+        model, num_tokens=num_tokens, replay=case.mode, caching=case.caching, num_ring_snapshots_kept=case.snapshots
+    )
+    common = some_tokens(model, known)
+    if case.caching:
+        pipeline.add((*common, 3), max_tokens=1)
+        pipeline.run()
+    # The first run is the warm-up: it compiles and counts, and is not timed.
+    counters, recovery = pipeline.scheduler.counters, pipeline.scheduler.recovery.counters
+    rows, truncated = counters.scheduled_tokens, recovery.truncated_rows
+    with nullcontext() if is_compiled(model) else FlopCounterMode(display=False) as counter:
+        first = _run_prompt(pipeline, common, tokens, 0)
+    rows, truncated = counters.scheduled_tokens - rows, recovery.truncated_rows - truncated
+    compiled, times = compilation_count(), []
+    for repeat in range(1, 1 + REPEATS):
+        # Another end each time, which is not stored yet.
+        sequence = _run_prompt(pipeline, common, tokens, repeat)
+        assert sequence.num_cached_tokens == first.num_cached_tokens
+        times.append(pipeline.first_token_s[sequence.seq_id] * 1e3)
+    return PrefillWork(
+        mode=case.name,
+        kernels=kernels,
+        tokens=tokens,
+        cached=first.num_cached_tokens,
+        rows=rows,
+        decoder_rows=rows - truncated,
+        gflop=None if counter is None else counter.get_total_flops() / 1e9,
+        first_token_ms=statistics.median(times),
+        compiled=compilation_count() - compiled,
+    )
+
+
+def _run_prompt(pipeline: Pipeline, common: tuple[int, ...], tokens: int, salt: int) -> Sequence:
+    """A prompt that begins with what is known. Nothing else is queued or on the device."""
+    prompt = common + some_tokens(pipeline.model, tokens - len(common), salt=1 + salt)
+    sequence = pipeline.add(prompt, max_tokens=1)
+    pipeline.run()
+    return sequence
 
 
 def some_tokens(model: Transformer, count: int, salt: int = 0) -> tuple[int, ...]:

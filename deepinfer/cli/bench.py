@@ -76,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compiling.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
     compiling.add_argument("--timeout", type=at_least(1, float), default=500.0, help="seconds for each start (default 500)")
 
+    replay = _model_parser(kinds, "replay", bench_replay.HELP)
+    bench_replay.add_arguments(replay, positive)
+    replay.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
+
     compare = _model_parser(kinds, "compare", "steady decode under two configurations, alternating")
     compare.add_argument("first", metavar="A", help="FIELD=VALUE,... of EngineConfig; '' for none")
     compare.add_argument("second", metavar="B", help="the same for the other side, as batch_invariant=true,kernels=triton")
@@ -111,7 +115,6 @@ def _add_host_measurements(kinds: Any) -> None:
     masks.add_argument("--batch", type=positive, nargs="+", default=[16], help="batch sizes (default 16)")
     masks.add_argument("--steps", type=positive, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
-    bench_replay.add_arguments(kinds)
     for kind in (scheduler, overlap, masks, simulate):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
@@ -142,8 +145,6 @@ def run(args: argparse.Namespace) -> int:
         return run_timeline(args)
     if args.what == "simulate":
         return run_simulate(args)
-    if args.what == "replay":
-        return bench_replay.run(args, print_table)
     rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
     print_table(rows)
     if args.json:
@@ -234,6 +235,12 @@ def _compile(args: argparse.Namespace, config: Any, report: Any) -> None:
     measure_cold_start(args.model, own, report, timeout_s=args.timeout)
 
 
+def _replay(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    bench_replay.measure(args, replace(config, kernels=args.kernels), report)
+
+
 def _compare(args: argparse.Namespace, config: Any, report: Any) -> None:
     from deepinfer.bench.compare import compare
 
@@ -247,6 +254,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any, Any], None]] = {
     "prefill": _prefill,
     "layer": _layer,
     "compile": _compile,
+    "replay": _replay,
     "compare": _compare,
 }
 

@@ -1,11 +1,17 @@
 """The replay measurements on a tiny model: their own claims about rows, exactness and savings hold."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from deepinfer.bench.replay_drift import Piece, depths, held_out_pieces, measure_drift
 from deepinfer.bench.replay_trace import TraceShape, measure_trace
-from deepinfer.bench.replay_work import PrefillWork, measure_prefill
+from deepinfer.bench.replay_work import CASES, PrefillWork, prefill_work
+from deepinfer.checkpoint.write import random_tensors, save_checkpoint
+from deepinfer.cli import main
 from deepinfer.errors import ConfigError
+from deepinfer.presets import byte_tokenizer_json, tiny_config
 from deepinfer.tokenizer import Tokenizer
 from tests.golden import shared_model
 
@@ -36,7 +42,7 @@ def test_held_out_pieces_are_the_beginnings_of_modules_nothing_was_trained_on(go
 
 @pytest.fixture(scope="module")
 def work() -> dict[str, PrefillWork]:
-    return {row.mode: row for row in measure_prefill(shared_model(CASE, "float32", False), 116, new_tokens=20)}
+    return {case.name: prefill_work(shared_model(CASE, "float32", False), case, 116, new_tokens=20) for case in CASES}
 
 
 def test_work_falls_as_rows_do(work: dict[str, PrefillWork]) -> None:
@@ -50,6 +56,23 @@ def test_work_falls_as_rows_do(work: dict[str, PrefillWork]) -> None:
         "bounded, replayed": (64, 64, 24),
     }
     assert work["full"].gflop > work["exact, truncated"].gflop > work["exact, snapshot"].gflop
+
+
+def test_a_length_that_fails_does_not_lose_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, path, config = tmp_path / "tiny", tmp_path / "work.json", tiny_config()
+    save_checkpoint(folder, config, random_tensors(config, 0), byte_tokenizer_json(config.vocab_size))
+    command = ["bench", "replay", "-m", str(folder), "--precision", "float32", "--parts", "work", "--device", "cpu"]
+    assert main([*command, "--tokens", "100", "160", "9999", "--json", str(path)]) == 1
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert [(row["tokens"], row["mode"], row["kernels"]) for row in written["rows"]] == [(160, c.name, "plain") for c in CASES]
+    assert [failed["what"] for failed in written["failed"]] == [f"{n} tokens, {c.name}" for n in (100, 9999) for c in CASES]
+    assert "from 128 to 1023" in written["failed"][0]["reason"]
+    assert "exact, replayed" in capsys.readouterr().out
+
+
+def test_a_slice_has_no_drift_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "replay", "-m", "flash_slice:6:8", "--parts", "drift", "--device", "cpu"]) != 0
+    assert "needs a trained model" in capsys.readouterr().err
 
 
 def test_a_chat_finds_its_past() -> None:
