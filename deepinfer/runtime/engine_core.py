@@ -33,7 +33,6 @@ from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
-from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
@@ -253,11 +252,7 @@ class EngineCore:
         """Take in stored prefixes once nothing runs; returns tokens. Raises: ConfigError with caching off, PrefixFileError."""
         await self.flush()
         self.scheduler.recovery.drop_offloads()
-        blocks, slots = self.scheduler.blocks, self.scheduler.slots
-        cache = self._prefix_cache()
-        assert isinstance(blocks, SharedIdPool)
-        assert isinstance(slots, SharedIdPool)
-        return load_prefixes(path, cache, blocks, slots, self.worker.cache)
+        return load_prefixes(path, self._prefix_cache(), self.scheduler.blocks, self.scheduler.slots, self.worker.cache)
 
     def _prefix_cache(self) -> PrefixCache:
         if self.scheduler.recovery.cache is None:

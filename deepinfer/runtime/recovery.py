@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer.runtime.host_tier import HostTier
-from deepinfer.runtime.ids import IdPool
 from deepinfer.runtime.plan import CacheCopy
 from deepinfer.runtime.prefix_cache import Ending, Match, PrefixCache
 from deepinfer.runtime.release import DeferredRelease
@@ -53,7 +52,7 @@ class RecoveryCounters:
 class Recovery:
     """Owns the pools of blocks and slots, the index over them, and the copies that the next step has to make.
 
-    With the default policy and without `names` it is two plain pools and does nothing else.
+    With the default policy and without `names` it is two pools and does nothing else.
     """
 
     def __init__(
@@ -67,15 +66,10 @@ class Recovery:
         self.policy, self.names, self.block_size = policy or ReplayPolicy(), names, block_size
         self.counters = RecoveryCounters()
         self.cache: PrefixCache | None = None
-        self.blocks: IdPool
-        self.slots: IdPool
-        if names is None:
-            self.blocks, self.slots = IdPool(num_blocks), IdPool(num_slots)
-        else:
-            self._shared_blocks, self._shared_slots = SharedIdPool(num_blocks), SharedIdPool(num_slots)
-            self.blocks, self.slots = self._shared_blocks, self._shared_slots
+        self.blocks, self.slots = SharedIdPool(num_blocks), SharedIdPool(num_slots)
+        if names is not None:
             host = HostTier(names.num_host_blocks)
-            self.cache = PrefixCache(names.root, block_size, self._shared_blocks, self._shared_slots, host)
+            self.cache = PrefixCache(names.root, block_size, self.blocks, self.slots, host)
             self.cache.on_offload = self._offload
         self.release = DeferredRelease(self.blocks, self.slots)
         self._before: list[CacheCopy] = []
@@ -134,8 +128,8 @@ class Recovery:
         blocks = [] if ending is None or ending.block is None else [ending.block]
         slots = [] if ending is None or ending.slot is None else [ending.slot]
         present = [block for block in found if block is not None]
-        self._shared_blocks.share([*present, *blocks])
-        self._shared_slots.share(slots)
+        self.blocks.share([*present, *blocks])
+        self.slots.share(slots)
         absent = [sequence.digests[n] for n, block in enumerate(found) if block is None]
         restored: list[int] = []
         if len(absent) <= self.blocks.num_free:
@@ -209,7 +203,7 @@ class Recovery:
             return
         assert sequence.slot is not None
         num_blocks = end // self.block_size
-        (slot,) = self._shared_slots.take(1)
+        (slot,) = self.slots.take(1)
         self._after.append(CacheCopy("slot", sequence.slot, slot))
         self._new_endings.append(Ending(sequence.digests[num_blocks - 1], num_blocks, (), None, slot))
         self.release.defer(step_seq, (), slot)

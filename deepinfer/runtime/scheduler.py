@@ -292,18 +292,27 @@ class Scheduler:
         """Plan the last prompt row of completions that fork from `leader` in this step; those without room queue up."""
         followers = self.shared_prompts.due(leader, start)
         assert leader.slot is not None
-        while followers and budget > 0 and self._free_places > 0 and self._reserve(followers[0], start + 1):
+        # Nobody writes to full blocks again, so they have several owners; what the fork divides is copied.
+        full = start // self.limits.block_size
+        while followers and budget > 0 and self._free_places > 0 and self._share_blocks(leader, followers[0], full, start + 1):
             follower = followers.pop(0)
             (follower.slot,) = self.slots.take(1)
             follower.status, follower.confirmed = Status.RUNNING, start
             self.running.append(follower)
             self.counters.forks += 1
-            blocks = zip(leader.blocks, follower.blocks[: self.limits.blocks_for(start)], strict=False)
-            copies = [CacheCopy("block", source, target) for source, target in blocks]
-            self.recovery.copy([CacheCopy("slot", leader.slot, follower.slot), *copies])
+            divided = [CacheCopy("block", leader.blocks[full], follower.blocks[full])] * (start % self.limits.block_size > 0)
+            self.recovery.copy([CacheCopy("slot", leader.slot, follower.slot), *divided])
             budget -= 1
             yield follower, self._plan(follower, start, 1)
         self._queue_followers(followers)
+
+    def _share_blocks(self, leader: Sequence, follower: Sequence, full: int, end: int) -> bool:
+        """Make a follower an owner of the leader's first blocks and give it others up to position `end`; all or nothing."""
+        if self.limits.blocks_for(end) - full > self.blocks.num_free:
+            return False
+        self.blocks.share(leader.blocks[:full])
+        follower.blocks = leader.blocks[:full]
+        return self._reserve(follower, end)
 
     def _plan(self, sequence: Sequence, start: int, count: int) -> SequencePlan:
         known = len(sequence.token_ids)
@@ -468,7 +477,7 @@ class Scheduler:
             self.release.drain(self._next_step - 1)
 
     def check_integrity(self) -> None:
-        """Every block and slot is free, owned by one running sequence, or waiting behind a fence."""
+        """Every block and slot is free, kept, owned by running sequences, or waiting behind a fence."""
         self.blocks.check_integrity([i for s in self.running for i in s.blocks] + self.release.held_blocks, "blocks")
         self.slots.check_integrity([s.slot for s in self.running if s.slot is not None] + self.release.held_slots, "slots")
         for sequence in self.running:

@@ -1,7 +1,7 @@
 """Completions of one request that wait until the first of them, their leader, has computed the prompt but for its last token.
 
-There they fork: each copies what the model remembers of the prompt, feeds the last token itself and draws with its own seed. No
-torch.
+There they fork: each shares the prompt's full blocks, copies the rest of what the model remembers of it, feeds the last token
+itself and draws with its own seed. No torch.
 """
 
 from deepinfer.runtime.sequence import Sequence

@@ -28,7 +28,6 @@ from deepinfer.runtime.plan import TokenLogprobs
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
-from deepinfer.runtime.shared_ids import SharedIdPool
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_checks import tokenize_bad_words
 from deepinfer.sampling_params import SamplingParams
@@ -141,13 +140,11 @@ class Harness:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         blocks, slots = self.scheduler.blocks, self.scheduler.slots
-        if isinstance(blocks, SharedIdPool) and isinstance(slots, SharedIdPool):
-            # What stays in the cache is poisoned when it leaves it. A block that goes to host memory is copied by the next step.
-            slots.on_free = lambda i: self.poison((), i)
-            if not num_host_blocks:
-                blocks.on_free = lambda i: self.poison((i,), None)
-        else:
-            self.scheduler.release.on_return = self.poison
+        # What has several owners, or stays in the cache, is poisoned when it is worth nothing any more. A block that goes to host
+        # memory is copied by the next step.
+        slots.on_free = lambda i: self.poison((), i)
+        if not num_host_blocks:
+            blocks.on_free = lambda i: self.poison((i,), None)
         self.logprobs: dict[int, list[float]] = defaultdict(list)
         self.loop = StepLoop(self.scheduler, self.worker, depth, self._on_events, clock=clock)
         self.sequences: list[Sequence] = []
