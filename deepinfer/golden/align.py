@@ -15,17 +15,23 @@ def read_outputs(other: Path, name_map: Mapping[str, str]) -> list[BuildOutput]:
 
     Raises: RecordingError, CorruptFile.
     """
-    if other.is_dir():
-        if (other / MANIFEST_NAME).is_file():
-            recording = Recording.open(other)
-            return [recording.output(index) for index in recording.recorded]
-        files = sorted(other.glob("*.safetensors"))
-        if not files:
-            raise RecordingError(f"{other}: neither {MANIFEST_NAME} nor a safetensors file is in it")
+    if (other / MANIFEST_NAME).is_file():
+        recording = Recording.open(other)
+        return [recording.output(index) for index in recording.recorded]
+    if files := safetensors_files(other):
         return [read_safetensors(file, name_map) for file in files]
+    if other.is_dir():
+        raise RecordingError(f"{other}: neither {MANIFEST_NAME} nor a safetensors file is in it")
     if not other.is_file():
         raise RecordingError(f"{other}: no such file or folder")
-    return [read_safetensors(other, name_map)] if other.suffix == ".safetensors" else read_jsonl(other)
+    return read_jsonl(other)
+
+
+def safetensors_files(other: Path) -> list[Path]:
+    """The files of a build that writes one for each prompt; none of a recording and of JSON lines."""
+    if other.is_dir():
+        return [] if (other / MANIFEST_NAME).is_file() else sorted(other.glob("*.safetensors"))
+    return [other] if other.is_file() and other.suffix == ".safetensors" else []
 
 
 def align(golden: Recording, outputs: Sequence[BuildOutput], first_prompt: int = 0) -> list[tuple[int, BuildOutput]]:

@@ -13,11 +13,11 @@ from tqdm.auto import tqdm
 from deepinfer.checkpoint.load import load_model
 from deepinfer.dims import Float, Shaped, Tensor
 from deepinfer.errors import DeepInferError, RecordingError
-from deepinfer.golden.align import align, read_outputs
+from deepinfer.golden.align import align, read_outputs, safetensors_files
 from deepinfer.golden.anchor import Anchors
 from deepinfer.golden.build_output import BuildOutput, Predictions
 from deepinfer.golden.disturb import disturbing
-from deepinfer.golden.other_build import check_name_map
+from deepinfer.golden.other_build import check_name_map, unused_entries
 from deepinfer.golden.reading import Reading, read_sequences, stop_token_ids
 from deepinfer.golden.recording import MANIFEST_NAME, Manifest, Recording, config_digest, weights_digest
 from deepinfer.golden.report import PromptReport, Report
@@ -80,7 +80,7 @@ def compare(
         other=str(place),
         precision=golden.manifest.precision,
         basis="the recording alone" if loaded is None else "our model, reading the other build's tokens",
-        notes=_notes(golden, theirs, loaded),
+        notes=_notes(golden, theirs, loaded, unused_entries(safetensors_files(place), name_map or {})),
         prompts=prompts,
         num_prompts=len(golden),
         allow_missing=allow_missing,
@@ -122,8 +122,8 @@ def _drawn_alike(golden: Manifest, theirs: Manifest | None) -> bool:
     return (golden.sampling, golden.seed) == (theirs.sampling, theirs.seed)
 
 
-def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None) -> list[str]:
-    notes = []
+def _notes(golden: Recording, theirs: Manifest | None, model: Transformer | None, unused: Sequence[str]) -> list[str]:
+    notes = [f"the name map has entries that fit no tensor: {', '.join(map(repr, unused))}"] if unused else []
     if model is None:
         notes.append("without a model, comparison ends at the first token that differs, and tensors show inherited differences too")
     if theirs is None:
@@ -162,6 +162,7 @@ def _compare_prompt(
         num_prompt_tokens=len(prompt),
         num_tokens=len(tokens),
         ended_after=_ended_after(recorded, output, manifest),
+        went_on_after=_went_on_after(recorded, output, manifest),
         num_recorded_tokens=len(recorded.token_ids),
         positions=positions,
         logprob_tolerance=limits.logprob,
@@ -205,6 +206,19 @@ def _ended_after(recorded: BuildOutput, output: BuildOutput, manifest: Manifest)
         return None
     is_stopped = bool(tokens) and tokens[-1] in stop_token_ids(params, manifest.config["eos_token_id"])
     return None if is_stopped else len(tokens)
+
+
+def _went_on_after(recorded: BuildOutput, output: BuildOutput, manifest: Manifest) -> int | None:
+    """Where an output should have ended that goes on: at a stop token, at `max_tokens`, or where the same recorded one ended."""
+    params, tokens = manifest.params(), output.token_ids
+    if params is None:
+        return None
+    stops, count = stop_token_ids(params, manifest.config["eos_token_id"]), len(recorded.token_ids)
+    ends = [place for place, token in enumerate(tokens, start=1) if token in stops and place >= params.min_tokens]
+    ends += [count] if tokens[:count] == recorded.token_ids else []
+    ends += [] if params.max_tokens is None else [params.max_tokens]
+    end = min(ends, default=len(tokens))
+    return end if len(tokens) > end else None
 
 
 def _our_logits(

@@ -12,11 +12,12 @@ Without prompt ids line n belongs to prompt n.
 """  # noqa: E501
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from deepinfer.checkpoint.safetensors_file import read_header
 from deepinfer.dims import Tensor
 from deepinfer.errors import RecordingError
 from deepinfer.golden.build_output import BuildOutput, Predictions
@@ -147,16 +148,26 @@ def check_name_map(where: str, data: Any) -> None:
 
 def our_name(theirs: str, name_map: Mapping[str, str]) -> str:
     """The name under which we know a tensor: by the first entry that fits, or its own."""
-    for pattern, ours in name_map.items():
-        if "*" not in pattern:
-            if pattern == theirs:
-                return ours
-            continue
-        parts = _wildcards(pattern.split("*"), theirs)
+    pattern, parts = _entry(theirs, name_map)
+    if pattern is None:
+        return theirs
+    pieces = name_map[pattern].split("*")
+    return pieces[0] + "".join(part + piece for part, piece in zip(parts, pieces[1:], strict=True))
+
+
+def unused_entries(files: Iterable[Path], name_map: Mapping[str, str]) -> list[str]:
+    """Entries of a name map by which no tensor of safetensors files is renamed."""
+    used = {_entry(name, name_map)[0] for file in files for name in read_header(file)}
+    return [pattern for pattern in name_map if pattern not in used]
+
+
+def _entry(theirs: str, name_map: Mapping[str, str]) -> tuple[str | None, list[str]]:
+    """The first entry that fits a name, and what its `*` stand for; None if none does."""
+    for pattern in name_map:
+        parts = _wildcards(pattern.split("*"), theirs) if "*" in pattern else [] if pattern == theirs else None
         if parts is not None:
-            pieces = ours.split("*")
-            return pieces[0] + "".join(part + piece for part, piece in zip(parts, pieces[1:], strict=True))
-    return theirs
+            return pattern, parts
+    return None, []
 
 
 def _wildcards(pieces: list[str], name: str) -> list[str] | None:

@@ -20,6 +20,7 @@ class PromptReport:
         num_tokens: generated ones that were compared.
         num_recorded_tokens: generated ones of the recording.
         ended_after: tokens of an output that is shorter than the recorded one without a stop token; None: it is not.
+        went_on_after: tokens behind which the output should have ended, by the recording or its parameters; None: it did.
         logprob_tolerance: what the largest difference of log probabilities may be.
         token_gap: up to which gap another token is a tie.
         widened_from: those of the two that the last-bit measurement has widened, by name, with what they were.
@@ -35,6 +36,7 @@ class PromptReport:
     num_tokens: int
     num_recorded_tokens: int = 0
     ended_after: int | None = None
+    went_on_after: int | None = None
     positions: list[PositionDifference] = field(default_factory=list)
     logprob_tolerance: float = 0.0
     token_gap: float = 0.0
@@ -80,6 +82,8 @@ class PromptReport:
         found = []
         if self.ended_after is not None:
             found.append(f"ended after {self.ended_after} of {self.num_recorded_tokens} tokens")
+        if self.went_on_after is not None:
+            found.append(f"went on after {self.went_on_after} tokens, where it should have ended, to {self.num_tokens}")
         if self.first_outside is not None:
             found.append(_count(sum(not t.is_within for t in self.tensors), "tensor") + " outside tolerance")
         errors = sum(d.kind == "error" for d in self.divergences)

@@ -153,6 +153,21 @@ def test_an_output_that_is_cut_short_differs(count: int, has_model: bool, golden
     assert report.to_dict()["prompts"][0]["problems"] == [message]
 
 
+@pytest.mark.parametrize("has_model", [False, True])
+def test_an_output_that_goes_on_differs(has_model: bool, golden: Recording, tmp_path: Path) -> None:
+    """Behind `max_tokens`, although every token is the one that we would have drawn."""
+    prompt, tokens, _ = rows_of(golden, 1)
+    longer = [*tokens]
+    for _ in range(2):
+        longer.append(int(clean_model()(torch.tensor([*prompt, *longer]))[-1].argmax()))
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps({"prompt_token_ids": prompt, "token_ids": longer}))
+    report = compare(golden, file, model=clean_model() if has_model else None, allow_missing=True)
+    assert report.exit_code == 1
+    assert report.prompts[0].went_on_after == 5
+    assert "went on after 5 tokens, where it should have ended" in str(report)
+
+
 def test_a_stop_token_may_end_an_output_early(tmp_path: Path) -> None:
     """A recording whose third token is made a stop token by hand: what ends there has ended."""
     tokens = record_tiny(tmp_path, None, [SHORT], patterns=[], sampling_params=FIVE).output(0).token_ids
@@ -160,9 +175,12 @@ def test_a_stop_token_may_end_an_output_early(tmp_path: Path) -> None:
     manifest["sampling"]["stop_token_ids"] = [tokens[2]]
     (tmp_path / "golden.json").write_text(json.dumps(manifest))
     file = tmp_path / "other.jsonl"
-    for count, code in ((3, 0), (4, 0 if tokens[3] == tokens[2] else 1)):
+    first_stop = tokens.index(tokens[2]) + 1
+    for count in (first_stop, 4, 5):
         file.write_text(json.dumps({"prompt_token_ids": SHORT, "token_ids": tokens[:count]}))
-        assert compare(tmp_path, file, model=clean_model()).exit_code == code
+        report = compare(tmp_path, file, model=clean_model())
+        assert report.exit_code == (count > first_stop)
+        assert report.prompts[0].went_on_after == (first_stop if count > first_stop else None)
 
 
 def test_wrong_log_probabilities_are_noticed(golden: Recording, tmp_path: Path) -> None:
@@ -234,6 +252,7 @@ def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     names = {"model.layers.*.mlp.router.topk": "layers.*.ffn.gate.ids", "lm_head.out": "logits", "tokens": "token_ids"}
     report = compare(golden, file, model=clean_model(), name_map=names, allow_missing=True)
     assert report.exit_code == 0, str(report)
+    assert not any("name map" in note for note in report.notes)
     assert set(report.jaccard) == {f"layers.{i}.ffn.gate.ids" for i in range(9)}
     assert len(report.prompts[0].positions) == 5
 
@@ -247,6 +266,10 @@ def test_safetensors_with_a_name_map(golden: Recording, tmp_path: Path) -> None:
     assert report.first_outside.name == "layers.4.ffn.gate.ids"
     assert report.first_outside.where == (worst,)
     assert report.jaccard["layers.4.ffn.gate.ids"] < 1
+    # The second entry would fit what the first has taken.
+    more = names | {"lm_head.*": "hidden.*", "model.layer.*.mlp": "layers.*.ffn"}
+    report = compare(golden, file, model=clean_model(), name_map=more, allow_missing=True)
+    assert "the name map has entries that fit no tensor: 'lm_head.*', 'model.layer.*.mlp'" in str(report)
     with pytest.raises(RecordingError, match=r"unknown tensor model\.layers\.0\.mlp\.router\.topk"):
         compare(golden, file, model=clean_model(), name_map={"lm_head.out": "logits", "tokens": "token_ids"})
 
