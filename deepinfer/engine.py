@@ -27,7 +27,7 @@ from deepinfer.chat.chat_mixin import ChatMixin
 from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
-from deepinfer.engine_thread import EngineThread, Sink
+from deepinfer.engine_thread import EngineThread, Sink, with_outputs
 from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
 from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
@@ -135,7 +135,9 @@ class LLMEngine(ChatMixin):
 
         Grammars of structured output are compiled before the first prompt starts; what other callers ask for goes on meanwhile.
 
-        Raises: RequestError or CapacityError naming the first prompt that cannot be served, before any has started.
+        Raises: RequestError or CapacityError naming the first prompt that cannot be served, before any has started. A request that
+            fails on the way (NothingToDraw, StepError) ends no other: when all have ended, the first such error is raised with
+            `outputs`, in which what failed has `finish_reason` "error", and `prompt_index`.
         """
         self._check_role("generate", Role.NORMAL)
         requests = self._prompt_requests(prompts, sampling_params)
@@ -215,15 +217,21 @@ class LLMEngine(ChatMixin):
         return core.collect(results, num_requests)
 
     def _run(self, requests: list[Request], submit_all: "SubmitAll", use_tqdm: bool) -> list[RequestOutput]:
-        """Queue requests, wait for all of them, and end what is left when that is interrupted."""
+        """Queue requests, wait for all of them, and end what is left when that is interrupted.
+
+        Raises: the first failure, when all have ended.
+        """
         sinks = [Sink() for _ in requests]
+        failures: dict[int, DeepInferError] = {}
         submission: concurrent.futures.Future[None] | None = None
         try:
             with tqdm(total=len(requests), unit="request", disable=not use_tqdm, desc="generating") as progress:
                 submission = self._thread.ask(lambda core: submit_all(core, requests, sinks))
                 submission.result()
-                for sink in sinks:
-                    sink.future.result()
+                for index, sink in enumerate(sinks):
+                    if (failure := sink.future.exception()) is not None:
+                        assert isinstance(failure, DeepInferError)
+                        failures[index] = failure
                     progress.update()
         except BaseException as error:
             unfinished = sum(not sink.future.done() for sink in sinks)
@@ -231,7 +239,10 @@ class LLMEngine(ChatMixin):
             if not isinstance(error, KeyboardInterrupt):
                 raise
             logger.warning("interrupted: %d of %d requests end with what they have", unfinished, len(requests))
-        return [sink.last_output(request) for sink, request in zip(sinks, requests, strict=True)]
+        outputs = [sink.last_output(request) for sink, request in zip(sinks, requests, strict=True)]
+        if failures:
+            raise with_outputs(failures, outputs)
+        return outputs
 
     async def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one prompt as they grow; each holds everything so far, the last one is `finished`.

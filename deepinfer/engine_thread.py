@@ -2,13 +2,15 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from deepinfer.errors import DeepInferError, EngineClosed
-from deepinfer.outputs import CompletionOutput, RequestOutput
+from deepinfer.outputs import CompletionOutput, FinishReason, RequestOutput
 from deepinfer.runtime.engine_core import EngineCore
 from deepinfer.runtime.request import Request
 
@@ -98,11 +100,16 @@ class Sink:
         return self._given
 
     def last_output(self, request: Request) -> RequestOutput:
-        """The newest output, or an empty one for a request that never started."""
+        """The newest output, or an empty one for a request that never started; "error" ends what has failed."""
+        has_failed = self.future.done() and self.future.exception() is not None
+        end: FinishReason = "error" if has_failed else "abort"
         if self._latest is not None:
-            return self._latest
+            if not has_failed:
+                return self._latest
+            ended = [replace(c, finish_reason=c.finish_reason or end) for c in self._latest.outputs]
+            return replace(self._latest, outputs=ended, finished=True)
         empty = [
-            CompletionOutput(index=i, text="", token_ids=[], finish_reason="abort", seed=request.seed + i)
+            CompletionOutput(index=i, text="", token_ids=[], finish_reason=end, seed=request.seed + i)
             for i in range(request.params.n)
         ]
         return RequestOutput(
@@ -112,3 +119,14 @@ class Sink:
             outputs=empty,
             finished=True,
         )
+
+
+def with_outputs(failures: dict[int, DeepInferError], outputs: list[RequestOutput]) -> DeepInferError:
+    """The first of several failures by prompt, knowing its prompt, the others and what all prompts have given."""
+    (index, error), *others = failures.items()
+    # One failure of a step belongs to all requests in it; each call of `generate` tells of its own.
+    error = copy.copy(error)
+    error.prompt_index, error.outputs = index, list(outputs)
+    for other, failure in others:
+        error.add_note(f"prompt {other}: {failure}")
+    return error

@@ -35,9 +35,11 @@ class DeepInferError(Exception):
 
     Attributes:
         prompt_index: which of the prompts handed in together cannot be served; None if it is about nothing of that kind.
+        outputs: what all of them have given (`RequestOutput`s in their order) if some failed on the way; None if none has started.
     """
 
     prompt_index: int | None = None
+    outputs: "list[object] | None" = None
 
 
 class ConfigError(DeepInferError):

@@ -277,6 +277,26 @@ def test_a_request_that_has_forbidden_every_token_ends_by_name() -> None:
         generate(engine, PROMPT, replace(params, bad_words=["aa", "ba"]))
 
 
+def test_prompts_beside_one_that_fails_keep_their_outputs() -> None:
+    fine = SamplingParams(temperature=0, max_tokens=12, n=2)
+    bad = replace(fine, allowed_token_ids=(A, B), bad_words=["aa", "ab", "ba", "bb"], n=1)
+    prompts = [PROMPT, PROMPT[:5], PROMPT[:7], PROMPT[:9]]
+    with load() as engine:
+        alone = [o.outputs[0].token_ids for o in generate(engine, prompts, fine)]
+        with pytest.raises(NothingToDraw, match="request 6: no token can be drawn") as caught:
+            engine.generate(prompts, [fine, bad, fine, bad], use_tqdm=False)
+        engine.flush()
+    error = caught.value
+    assert error.prompt_index == 1
+    assert [note.split(":")[0] for note in error.__notes__] == ["prompt 3"]
+    assert error.outputs is not None
+    assert all(output.finished for output in error.outputs)
+    assert [o.outputs[0].finish_reason for o in error.outputs] == ["length", "error", "length", "error"]
+    assert [o.outputs[0].token_ids for o in error.outputs[::2]] == alone[::2]
+    # What has failed keeps what it had.
+    assert all(o.outputs[0].token_ids in ([A], [B]) for o in error.outputs[1::2])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -12,7 +12,7 @@ from deepinfer.chat.openai import chat_completion
 from deepinfer.chat.recipe import ReasoningEffort, Recipe, RenderedPrompt, ToolChoice
 from deepinfer.chat.response_parser import ResponseParser, library_tokenizer
 from deepinfer.chat.token_adder import TokenAdder
-from deepinfer.errors import RecipeError, Rejected
+from deepinfer.errors import DeepInferError, RecipeError, Rejected
 from deepinfer.outputs import ChatMessage, RequestOutput
 from deepinfer.prompts import Prompt
 from deepinfer.sampling_params import SamplingParams, shown
@@ -90,11 +90,19 @@ class ChatMixin:
             each = [each or SamplingParams()] * len(prompts)
         if len(each) == len(prompts):  # else `generate` says what is wrong
             each = [_after_reasoning(params, prompt, self.tokenizer) for params, prompt in zip(each, prompts, strict=True)]
-        outputs = self.generate([{"prompt_token_ids": i} for i in ids], each, use_tqdm=use_tqdm)
-        answers = [
-            _AnswerReader(prompt, params, self.tokenizer, self._library_tokenizer).read(output)
-            for output, prompt, params in zip(outputs, prompts, each, strict=True)
-        ]
+
+        def read(outputs: list[Any]) -> list[RequestOutput]:
+            return [
+                _AnswerReader(prompt, params, self.tokenizer, self._library_tokenizer).read(output)
+                for output, prompt, params in zip(outputs, prompts, each, strict=True)
+            ]
+
+        try:
+            answers = read(self.generate([{"prompt_token_ids": i} for i in ids], each, use_tqdm=use_tqdm))
+        except DeepInferError as error:
+            if error.outputs is not None:
+                error.outputs = list(read(error.outputs))
+            raise
         if format is None:
             return answers
         completions = [

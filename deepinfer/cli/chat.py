@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from deepinfer.cli.generate import tell_of_cut
 from deepinfer.errors import Rejected, RequestError
 
 if TYPE_CHECKING:
-    from deepinfer import ChatMessage, LLMEngine, SamplingParams, TokenAdder
+    from deepinfer import ChatMessage, LLMEngine, RequestOutput, SamplingParams, TokenAdder
 
 NAME = "chat"
 HELP = "talk with a model"
@@ -118,14 +119,16 @@ def write_answer(
 ) -> "tuple[ChatMessage | None, bool]":
     """Stream an answer; returns it, as far as it came, and whether it was left to its end."""
     answer: ChatMessage | None = None
+    last: RequestOutput | None = None
     write = answer_writer(out)
 
     async def stream() -> None:
-        nonlocal answer
+        nonlocal answer, last
         async for output in engine.stream_chat(messages, params, **options, token_adder=adder):
             answer = output.outputs[0].message
             assert answer is not None
             write(answer)
+            last = output
 
     is_whole = True
     try:
@@ -136,6 +139,8 @@ def write_answer(
         out.write(f"\n[tool call] {call.name}({call.arguments})")
     out.write("\n")
     out.flush()
+    if last is not None:
+        tell_of_cut(last, params.max_tokens)
     return answer, is_whole
 
 

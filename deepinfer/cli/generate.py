@@ -114,12 +114,16 @@ def run(args: argparse.Namespace) -> int:
         try:
             outputs = engine.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         except DeepInferError as error:
+            if error.outputs is not None:
+                write_jsonl(error.outputs, args.output)
             if args.jsonl and error.prompt_index is not None:
                 raise Rejected(
                     f"{args.jsonl}, line {filled_lines(args.jsonl.read_bytes().splitlines())[error.prompt_index]}: {error}"
                 ) from error
             raise
     write_jsonl(outputs, args.output)
+    for index, output in enumerate(outputs):
+        tell_of_cut(output, args.max_tokens, f"prompt {index}: ")
     return 130 if any(c.finish_reason == "abort" for o in outputs for c in o.outputs) else 0
 
 
@@ -197,10 +201,23 @@ async def stream_to(out: TextIO, engine: "LLMEngine", prompt: Any, params: "Samp
         f"[{len(output.prompt_token_ids)} prompt + {count} new tokens in {seconds:.2f} s, {rate:.1f} tokens/s, "
         f"{completion.finish_reason}, precision {output.precision}, seed {completion.seed}]\n"
     )
+    tell_of_cut(output, params.max_tokens)
     return 0
 
 
-def write_jsonl(outputs: "list[RequestOutput]", path: Path | None) -> None:
+def tell_of_cut(output: "RequestOutput", max_tokens: int | None, which: str = "") -> None:
+    """Say on standard error that the longest sequence, and not --max-tokens, has ended a text."""
+    for completion in output.outputs:
+        count = len(completion.token_ids)
+        if completion.finish_reason == "length" and max_tokens is not None and count < max_tokens:
+            longest = len(output.prompt_token_ids) + count
+            sys.stderr.write(
+                f"{which}ended after {count} of --max-tokens {max_tokens}: prompt and output have at most {longest} tokens\n"
+            )
+            return
+
+
+def write_jsonl(outputs: list[Any], path: Path | None) -> None:
     """One JSON object for each output, fields as in `RequestOutput`; the command asks for no arrays."""
     lines = [json.dumps(asdict(output), ensure_ascii=False) + "\n" for output in outputs]
     if path is None:

@@ -12,6 +12,7 @@ import pytest
 
 from deepinfer import LLMEngine, RequestOutput, SamplingParams
 from deepinfer.cli import main
+from deepinfer.errors import NothingToDraw
 from tests.golden import GOLDEN
 
 MODEL = GOLDEN / "swa_tiny"
@@ -286,3 +287,29 @@ def test_help_names_every_option(run: Run) -> None:
     assert result.status == 0
     for option in ("--jsonl", "--file", "--output", "--temperature", "--seed", "--logprobs", "--num-blocks", "--async-scheduling"):
         assert option in result.out
+
+
+def test_a_text_that_the_model_length_ends_is_told_of(run: Run) -> None:
+    short = ("--max-model-len", "20", "--ignore-eos")
+    assert "--max-tokens" not in run(TEXT, *short).err
+    for arguments in ((TEXT,), ("--json", TEXT)):
+        result = run(*arguments, *short, "--max-tokens", "500")
+        assert result.status == 0
+        assert "of --max-tokens 500: prompt and output have at most 20 tokens" in result.err
+
+
+def test_lines_beside_one_that_fails_are_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"a"\n\n"b"\n"c"\n')
+    generate = LLMEngine.generate
+
+    def fail_second(self: LLMEngine, prompts: Any, params: Any, **options: Any) -> Any:
+        error = NothingToDraw("request 2: no token can be drawn")
+        error.prompt_index, error.outputs = 1, list(generate(self, prompts, params, **options))
+        raise error
+
+    monkeypatch.setattr(LLMEngine, "generate", fail_second)
+    result = run("--jsonl", path)
+    assert result.status != 0
+    assert [output["prompt"] for output in result.outputs] == ["a", "b", "c"]
+    assert "prompts.jsonl, line 3: request 2: no token can be drawn" in result.err
