@@ -130,7 +130,7 @@ def measure_loads(preset: str) -> tuple[np.ndarray, np.ndarray]:
         for name in modules:
             ids = tokenizer.encode(inspect.getsource(importlib.import_module(name)))[:MODULE_TOKENS]
             model(torch.tensor(ids))
-        counts.append(counter.total().numpy().astype(np.float64))
+        counts.append(counter.take().numpy().astype(np.float64))
     return counts[0], counts[1]
 
 
@@ -140,7 +140,7 @@ class Counted:
     def __init__(self, layer: int, counter: LoadCounter) -> None:
         self.layer, self.counter = layer, counter
 
-    def __call__(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor, *, is_even: bool = False) -> Tensor:
         self.counter.record(self.layer, ids)
         return here(experts, x, weights, ids)
 

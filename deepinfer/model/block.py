@@ -37,14 +37,15 @@ class Block(nn.Module):
         pre_mix: Float[Tensor, "T M"],
         *attention_inputs: Any,
         is_padding: Bool[Tensor, " T"] | None = None,
+        is_even: bool = False,
     ) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"], Shared]:
         """New streams, the `pre` that the next block collapses them with, and what the layers above share.
 
-        `pre_mix` comes from the block below; `attention_inputs` go to `attn` as they are.
+        `pre_mix` comes from the block below; `attention_inputs` go to `attn` as they are, `is_padding` and `is_even` to `ffn`.
         """
         mixes = self.hc_attn(streams)
         y, shared = self.attn(self.attn_norm(collapse(streams, pre_mix)), *attention_inputs)
         streams = spread(y, streams, mixes)
         ffn_mixes = self.hc_ffn(streams)
-        y = self.ffn(self.ffn_norm(collapse(streams, mixes.pre)), is_padding)
+        y = self.ffn(self.ffn_norm(collapse(streams, mixes.pre)), is_padding, is_even)
         return spread(y, streams, ffn_mixes), ffn_mixes.pre, shared

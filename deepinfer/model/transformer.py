@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         window = self.token_window(rows, cache) if config.engram.layer_ids else None
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
         streams, pre_mix = self.enter(embedded, config.hyper_connection.mult)
-        is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding else None
+        is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding or rows.is_even else None
         shared = Shared()
         features: list[Tensor] = []
         # A model cut to its first layers keeps the ids, but has no draft blocks.
@@ -100,7 +100,9 @@ class Transformer(nn.Module):
             if index in targets:
                 # The block's input, with its Engram, not its output.
                 features.append(self.mean_stream(streams))
-            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding)
+            streams, pre_mix, shared = layer(
+                streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding, is_even=rows.is_even
+            )
         return Hidden(rows, self.collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
     def forward_without_rows(self) -> None:

@@ -173,6 +173,6 @@ def load_share(folder: Path, config: EngineConfig, device: torch.device) -> tupl
     num_slots = parallel.slots_per_rank(model_config.moe.n_routed_experts) * parallel.ep_size
     placement = place_evenly(model_config.n_layers, model_config.moe.n_routed_experts, num_slots, parallel.ep_size)
     ranks = Ranks.open(parallel, device)
-    ops = reference_ops(batch_invariant=config.batch_invariant)
+    ops = reference_ops(batch_invariant=config.batch_invariant, static_shapes=device.type != "cpu")
     model = load_model(folder, config.precision, device, ops=ops, expert_ids=placement.experts_of(0, ranks.rank))
     return model, ExpertBalance(model, ranks, parallel, placement)

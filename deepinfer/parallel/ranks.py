@@ -137,10 +137,11 @@ class Ranks:
         self._all_to_all(result, rows.contiguous(), received, sent)
         return result
 
-    def exchange_counts(self, counts: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-        """How many rows each rank will send here."""
-        result = torch.empty_like(counts)
-        self._all_to_all(result, counts, None, None)
+    def exchange_evenly(self, rows: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """As `exchange`, an equal part to and from each rank: no sizes to be known, so that a graph can hold it."""
+        rows = rows.contiguous()
+        result = torch.empty_like(rows)
+        self._all_to_all(result, rows, None, None)
         return result
 
     def _all_to_all(self, result: Tensor, rows: Tensor, received: list[int] | None, sent: list[int] | None) -> None:

@@ -127,8 +127,8 @@ class EngineCore:
 
     async def run(self) -> None:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
-        if self.worker.decode_buckets:
-            warm_up(self.worker)
+        if self.worker.decode_buckets and self.worker.device.can_capture:
+            warm_up(self.worker, in_group=self.config.parallel.ep_size > 1)
         while not self._is_closing:
             if not self.loop.has_work and not self.arrivals:
                 self._idle.set()
@@ -326,7 +326,7 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
     return config.num_speculative_tokens
 
 
-def warm_up(worker: Worker) -> None:
+def warm_up(worker: Worker, in_group: bool) -> None:
     """Compile and capture before the first request, with a bar that says what is being done."""
     count = len(worker.decode_buckets) * (3 if worker.num_drafts else 1) + 1
     with tqdm(total=count, unit="shape", desc="warming up") as bar:
@@ -337,19 +337,21 @@ def warm_up(worker: Worker) -> None:
             yield
             bar.update()
 
-        worker.warm_up(progress)
+        worker.warm_up(progress, in_group)
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
-    """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs."""
-    # The exchange between ranks reads counts on the host.
-    can_capture = device.can_capture and model.numerics.ops.static_shapes and config.parallel.ep_size == 1
+    """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs.
+
+    Ranks of a group agree on a bucket whatever the device, so that their steps need no counts to be exchanged.
+    """
+    can_capture = device.can_capture and model.numerics.ops.static_shapes
     if config.cuda_graphs is True and not can_capture:
         raise ConfigError(
-            f"EngineConfig.cuda_graphs = True: needs a CUDA device, reference_ops(static_shapes=True) and ep_size 1, "
-            f"got {device.torch_device}, static_shapes={model.numerics.ops.static_shapes} and {config.parallel.ep_size}"
+            f"EngineConfig.cuda_graphs = True: needs a CUDA device and reference_ops(static_shapes=True), "
+            f"got {device.torch_device} and static_shapes={model.numerics.ops.static_shapes}"
         )
-    if config.cuda_graphs is False or not can_capture:
+    if config.cuda_graphs is False or not (can_capture or config.parallel.ep_size > 1):
         return ()
     return tuple(1 << i for i in range((config.max_num_seqs - 1).bit_length() + 1))
 
