@@ -22,6 +22,15 @@ class Board:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
         self.parts: list[list[Tensor]] = [[] for _ in range(size)]
+        self.calls = [""] * size
+
+    def meet(self, rank: int, call: str) -> None:
+        """Wait for the others, who must have come for the same thing."""
+        self.calls[rank] = call
+        self.barrier.wait()
+        calls = list(self.calls)
+        self.barrier.wait()
+        assert len(set(calls)) == 1, f"ranks are at {calls}"
 
 
 class ThreadRanks:
@@ -33,7 +42,7 @@ class ThreadRanks:
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """See `Ranks.exchange`."""
         self.board.parts[self.rank] = list(rows.split(sent))
-        self.board.barrier.wait()
+        self.board.meet(self.rank, f"an exchange of {rows.dtype}")
         parts = [of_rank[self.rank] for of_rank in self.board.parts]
         assert [len(part) for part in parts] == received
         result = torch.cat(parts)
@@ -54,6 +63,7 @@ def run_threads(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         try:
             with torch.inference_mode():
                 results[rank] = fn(ThreadRanks(rank, size, board), *args)
+            board.meet(rank, "the end")
         except BaseException as error:
             errors.append(error)
             board.barrier.abort()
