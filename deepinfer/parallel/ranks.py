@@ -54,17 +54,17 @@ class Ranks:
     def open(cls, config: ParallelConfig, device: torch.device) -> Self:
         """Join the group that `torchrun` started. Collective: every rank calls it.
 
-        Raises: ConfigError if this process was not started as one of `config.ep_size`.
+        Raises: ConfigError if this process was not started as one of `config.num_ranks`.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
                 raise ConfigError(
-                    f"ParallelConfig.ep_size = {config.ep_size}: this process is not part of a group; start the program with "
-                    f"`torchrun --nproc-per-node {config.ep_size} ...`"
+                    f"ParallelConfig.{config.size_name}: this process is not part of a group; start the program with "
+                    f"`torchrun --nproc-per-node {config.num_ranks} ...`"
                 )
             dist.init_process_group(backend_for(device), timeout=timedelta(seconds=config.timeout_s))
-        if dist.get_world_size() != config.ep_size:
-            raise ConfigError(f"ParallelConfig.ep_size = {config.ep_size}: the group has {dist.get_world_size()} processes")
+        if dist.get_world_size() != config.num_ranks:
+            raise ConfigError(f"ParallelConfig.{config.size_name}: the group has {dist.get_world_size()} processes")
         timeout = timedelta(seconds=config.timeout_s)
         device_group, cpu_group, results_group = (
             dist.new_group(backend=backend, timeout=timeout) for backend in (backend_for(device), "gloo", "gloo")

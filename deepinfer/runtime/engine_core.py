@@ -7,9 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm.auto import tqdm
 
@@ -19,7 +21,7 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
 from deepinfer.parallel.config import Role
-from deepinfer.parallel.hand_over import Arrivals, Exports, RequestState, first_event, start_sequence
+from deepinfer.parallel.hand_over import Arrivals, CacheState, Exports, RequestState, first_event, start_sequence
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
@@ -37,6 +39,7 @@ from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +209,25 @@ class EngineCore:
                 self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
+
+    async def enter(
+        self,
+        request: Request,
+        cache: CacheState,
+        on_output: Callable[[RequestOutput], None],
+        on_error: Callable[[DeepInferError], None],
+    ) -> None:
+        """Queue a request whose prompt has been computed elsewhere, but for its end. Raises CapacityError if it can never fit."""
+        self.limits.check_fits(request, f"request {request.request_id}")
+        self._next_seq_id += 1
+        sequence = Sequence.open(request, 0, self._next_seq_id, self.outputs.tokenizer)
+        self.outputs.open(request, [sequence], on_output, on_error)
+        self.arrivals.add(sequence, cache)
+        self._wake.set()
+
+    def share(self, requests: AnySequence[T]) -> list[T]:
+        """The requests (or states) that this process owns."""
+        return list(requests)
 
     async def resume(
         self, state: RequestState, on_output: Callable[[RequestOutput], None], on_error: Callable[[DeepInferError], None]

@@ -168,7 +168,7 @@ def test_a_group_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "message"),
     [
         ({"num_redundant_experts": 0}, "5 experts and 0 redundant ones make 5 slots"),
-        ({"cp_size": 2}, "cp_size = 2: an engine takes 1"),
+        ({"cp_size": 2}, "cp_size = 2: prompts are spread by engines of role prefill"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], message: str) -> None:
@@ -181,7 +181,7 @@ def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
     two = ParallelConfig(ep_size=2)
     for config, message in (
         (EngineConfig(parallel=two), "from_pretrained"),
-        (EngineConfig(parallel=ParallelConfig(cp_size=2)), "an engine takes 1"),
+        (EngineConfig(parallel=ParallelConfig(cp_size=2)), "engines of role prefill"),
         (EngineConfig(parallel=two, enable_prefix_caching=True), "enable_prefix_caching and replay"),
         (EngineConfig(parallel=ParallelConfig(role="decode"), replay="exact"), "enable_prefix_caching and replay"),
         (EngineConfig(parallel=two, kernels="triton"), "several ranks run the plain operations"),
