@@ -33,9 +33,11 @@ from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
 from deepinfer.parallel.config import Role
+from deepinfer.parallel.context_engine import ContextEngineCore
 from deepinfer.parallel.expert_balance import ExpertBalance
-from deepinfer.parallel.group_engine import GroupEngineCore, Submission, load_share, local_device, open_core
+from deepinfer.parallel.group_engine import GroupEngineCore, Submission, check_supported, load_share, local_device, open_core
 from deepinfer.parallel.hand_over import RequestState, check_fits, first_token_only
+from deepinfer.parallel.ranks import Ranks
 from deepinfer.prompts import Prompt, to_token_ids
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
@@ -66,13 +68,14 @@ class LLMEngine(ChatMixin):
         *,
         name: str = "model",
         balance: ExpertBalance | None = None,
+        context_ranks: Ranks | None = None,
     ) -> None:
         tokenizer.check_against(model.config)
         self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
         self._request_count = 0
         self._count_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
-        core = open_core(model, tokenizer, self.config, open_device(model.device), balance)
+        core = open_core(model, tokenizer, self.config, open_device(model.device), balance, context_ranks)
         self._thread = EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
@@ -95,11 +98,16 @@ class LLMEngine(ChatMixin):
         if engine_config.parallel.ep_size > 1:
             model, balance = load_share(folder, engine_config, local_device(engine_config.device, device))
             return cls(model, Tokenizer.from_folder(folder), engine_config, name=name, balance=balance)
+        context_ranks: Ranks | None = None
+        if engine_config.parallel.cp_size > 1:
+            check_supported(engine_config)
+            device = local_device(engine_config.device, device)
+            context_ranks = Ranks.open(engine_config.parallel, device)
         backend = choose_backend(engine_config, device)
         model = load_model(folder, engine_config.precision, device, ops=backend.ops)
         if backend.compiles:
             compile_model(model)
-        return cls(model, Tokenizer.from_folder(folder), engine_config, name=name)
+        return cls(model, Tokenizer.from_folder(folder), engine_config, name=name, context_ranks=context_ranks)
 
     def __repr__(self) -> str:
         if self._thread.is_closed:
@@ -164,7 +172,7 @@ class LLMEngine(ChatMixin):
         """Process every prompt up to its first token, in an engine of role PREFILL.
 
         The states, in the order of the prompts, go on in the `resume` of another engine, in this process or another one (they can
-        be pickled). Of several ranks, rank 0 returns them all.
+        be pickled). Of several ranks, rank 0 returns them all; with `cp_size` it also owns all of them, and the others help.
 
         Raises: as `generate`; Rejected for `n` other than 1, structured outputs, and whatever returns something of prompt tokens.
         """
@@ -174,8 +182,8 @@ class LLMEngine(ChatMixin):
             raise Rejected("prefill takes n = 1: give a prompt several times, with seeds of its own")
         if any(request.grammar is not None or request.params.needs_every_row for request in requests):
             raise Rejected("prefill hands over no structured outputs, prompt log probabilities or features")
-        own = self._share(requests)
-        self._run([first_token_only(request) for request in own], _submit_all, use_tqdm)
+        own, shortened = self._share(requests), [first_token_only(request) for request in requests]
+        self._run(self._share(shortened), partial(_prefill_all, shortened), use_tqdm)
         states = self._thread.ask(lambda core: _take_states(core, own)).result()
         return self._collect(states, len(requests))
 
@@ -205,8 +213,7 @@ class LLMEngine(ChatMixin):
 
     def _share(self, requests: list[T]) -> list[T]:
         """Those that this rank owns."""
-        core = self._thread.core
-        return core.share(requests) if isinstance(core, GroupEngineCore) else requests
+        return self._thread.core.share(requests)
 
     def _collect(self, results: list[T], num_requests: int) -> list[T]:
         """Those of all ranks."""
@@ -423,6 +430,13 @@ class LLMEngine(ChatMixin):
 
 async def _submit_all(core: EngineCore, requests: list[Request], sinks: "list[Sink]") -> None:
     await _queue(core, [partial(core.submit, r, sink.put, sink.fail) for r, sink in zip(requests, sinks, strict=True)])
+
+
+async def _prefill_all(everyone: list[Request], core: EngineCore, requests: list[Request], sinks: "list[Sink]") -> None:
+    if isinstance(core, ContextEngineCore):
+        await core.serve(everyone, [(sink.put, sink.fail) for sink in sinks])
+    else:
+        await _submit_all(core, requests, sinks)
 
 
 async def _resume_all(states: list[RequestState], core: EngineCore, requests: list[Request], sinks: "list[Sink]") -> None:

@@ -19,7 +19,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.config_json import load_config
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import CapacityError, ConfigError
-from deepinfer.model.compiled import compile_model
+from deepinfer.model.compiled import compile_model, forget_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.presets import byte_tokenizer_json, flash_slice, random_model
 from deepinfer.runtime.device import free_memory_bytes
@@ -107,8 +107,7 @@ def with_other_backend(model: Transformer, backend: Backend) -> Transformer:
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
     twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
-        module._compiled_call_impl = None
+    forget_compiled(twin)
     if backend.compiles:
         compile_model(twin)
     return twin

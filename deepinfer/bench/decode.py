@@ -22,7 +22,7 @@ from deepinfer.bench.report import Report
 from deepinfer.bench.steady_decode import SteadyDecode
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import CapacityError, ConfigError
-from deepinfer.model.compiled import compilation_count, parts
+from deepinfer.model.compiled import compilation_count, uncompiled
 from deepinfer.model.transformer import Transformer
 
 ROUNDS = 3
@@ -222,19 +222,6 @@ def observed_experts(run: SteadyDecode) -> float | None:
     if len(chosen) < len(model.layers):
         return None
     return sum(ids[:count].unique().numel() for ids in chosen[: len(model.layers)]) / len(model.layers)
-
-
-@contextmanager
-def uncompiled(model: Transformer) -> Iterator[None]:
-    """Run the parts of a compiled model as they are written, so that hooks inside them are called."""
-    compiled = {module: module._compiled_call_impl for module in parts(model)}
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
 
 
 @contextmanager

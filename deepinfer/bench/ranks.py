@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -109,7 +109,8 @@ def measure_ranks(args: argparse.Namespace) -> list[RanksFigures]:
         ids = torch.randint(3, 256, (sequences, tokens), generator=generator)
         return pack_rows([(row, start) for row in ids], range(1, sequences + 1), tables, 64, device)
 
-    kinds = {"prefill": rows_of(1, args.prompt, 0), "decode": rows_of(args.rows, 1, args.context)}
+    # As in the engine: decode steps are as large on every rank.
+    kinds = {"prefill": rows_of(1, args.prompt, 0), "decode": replace(rows_of(args.rows, 1, args.context), is_even=True)}
     width = -(-max(args.prompt, args.rows * (-(-(args.context + 1) // 64) * 64)) // 64)
     sizes = CacheSizes(num_slots=args.rows + 1, num_blocks=width + 1)
     whole = random_model(config, device=device, ops=ops)

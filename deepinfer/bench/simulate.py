@@ -6,7 +6,9 @@ The placement is computed from one window and judged on the next one: for `mini`
 
 import importlib
 import inspect
+import math
 import random
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -49,6 +51,7 @@ class BalanceFigures:
         before: experts in order, with replicas of the first ones.
         fitted: placed by load, in the window that the loads come from.
         after: the same in the next window.
+        drift: what to expect of `after` for any placement that knows the first window alone, see `imbalance_by_drift`.
         step_before, step_after: for single decode steps of the next window, which also differ by chance.
         moved: share of all slots that changed; `moved_again` if a placement by the next window followed.
         sent_mib: bytes that a rank sends for one layer, in the published format and widths.
@@ -61,6 +64,7 @@ class BalanceFigures:
     before: float
     fitted: float
     after: float
+    drift: float
     step_before: float
     step_after: float
     moved: float
@@ -130,7 +134,7 @@ def measure_loads(preset: str) -> tuple[np.ndarray, np.ndarray]:
         for name in modules:
             ids = tokenizer.encode(inspect.getsource(importlib.import_module(name)))[:MODULE_TOKENS]
             model(torch.tensor(ids))
-        counts.append(counter.total().numpy().astype(np.float64))
+        counts.append(counter.take().numpy().astype(np.float64))
     return counts[0], counts[1]
 
 
@@ -140,7 +144,7 @@ class Counted:
     def __init__(self, layer: int, counter: LoadCounter) -> None:
         self.layer, self.counter = layer, counter
 
-    def __call__(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor, *, is_even: bool = False) -> Tensor:
         self.counter.record(self.layer, ids)
         return here(experts, x, weights, ids)
 
@@ -172,6 +176,7 @@ def measure_balance(name: str, shares: tuple[Shares, Shares], ranks: int, top_k:
         before=mean([following], 0),
         fitted=mean([window], 1),
         after=mean([following], 1),
+        drift=float(np.mean([imbalance_by_drift(*pair, slots_per_rank, ranks) for pair in zip(window, following, strict=True)])),
         step_before=mean(steps, 0),
         step_after=mean(steps, 1),
         moved=len(moves) / num_slots,
@@ -179,6 +184,26 @@ def measure_balance(name: str, shares: tuple[Shares, Shares], ranks: int, top_k:
         sent_mib=away / n_layers / ranks * published_expert_bytes() / 2**20,
         placement_ms=placement_ms,
     )
+
+
+def imbalance_by_drift(before: np.ndarray, after: np.ndarray, slots_per_rank: int, ranks: int) -> float:
+    """Imbalance to expect after loads have changed, of a placement that was perfect before and knew nothing of the change.
+
+    A rank's load is a sum of `slots_per_rank` shares that add up to 1. If experts change independently by a standard deviation of
+    s, the rank's changes by s times the root of the sum of squared shares, which is least if they are equal: s / sqrt(slots). The
+    fullest of many ranks is that many standard deviations above the mean that the largest of as many normal values is. Fewer
+    slots a rank are worse, whatever the placement; experts that change alike and share a rank make it worse, and better where
+    changes cancel.
+
+    Args:
+        before, after: loads of a layer's experts.
+    """
+    shares = before / before.sum()
+    change = after / after.sum() / np.maximum(shares, np.finfo(np.float64).tiny) - 1
+    deviation = float(np.sqrt((shares * change**2).sum()))
+    # Blom's approximation to the mean of the largest.
+    largest = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + deviation / math.sqrt(slots_per_rank) * largest
 
 
 def published_expert_bytes() -> float:

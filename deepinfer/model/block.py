@@ -3,7 +3,8 @@
 Source: specification section 4, "Block".
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,8 +18,39 @@ from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics
 
 
+class Halves(NamedTuple):
+    """The two halves of a block as functions of it: what is compiled. All layers have the same second half."""
+
+    attend: Callable[..., Any]
+    feed: Callable[..., Any]
+
+
+def attend(
+    block: "Block", streams: Float[Tensor, "T M D"], pre_mix: Float[Tensor, "T M"], *attention_inputs: Any
+) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"], Shared]:
+    """The attention half: new streams, the `pre` of the feed-forward half, and what the layers above share."""
+    mixes = block.hc_attn(streams)
+    y, shared = block.attn(block.attn_norm(collapse(streams, pre_mix)), *attention_inputs)
+    return spread(y, streams, mixes), mixes.pre, shared
+
+
+def feed(
+    block: "Block",
+    streams: Float[Tensor, "T M D"],
+    pre_mix: Float[Tensor, "T M"],
+    is_padding: Bool[Tensor, " T"] | None,
+    is_even: bool,
+) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"]]:
+    """The feed-forward half: new streams, and the `pre` of the next block."""
+    mixes = block.hc_ffn(streams)
+    y = block.ffn(block.ffn_norm(collapse(streams, pre_mix)), is_padding, is_even)
+    return spread(y, streams, mixes), mixes.pre
+
+
 class Block(nn.Module):
     """Two sub-layers, each between its own hyper-connection coefficients; `attn` decides which kind of attention it is."""
+
+    stages = Halves(attend, feed)
 
     def __init__(
         self, config: ModelConfig, attn: Attention, moe: MoEConfig, numerics: Numerics, expert_ids: tuple[int, ...] | None = None
@@ -37,14 +69,12 @@ class Block(nn.Module):
         pre_mix: Float[Tensor, "T M"],
         *attention_inputs: Any,
         is_padding: Bool[Tensor, " T"] | None = None,
+        is_even: bool = False,
     ) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"], Shared]:
         """New streams, the `pre` that the next block collapses them with, and what the layers above share.
 
-        `pre_mix` comes from the block below; `attention_inputs` go to `attn` as they are.
+        `pre_mix` comes from the block below; `attention_inputs` go to `attn` as they are, `is_padding` and `is_even` to `ffn`.
         """
-        mixes = self.hc_attn(streams)
-        y, shared = self.attn(self.attn_norm(collapse(streams, pre_mix)), *attention_inputs)
-        streams = spread(y, streams, mixes)
-        ffn_mixes = self.hc_ffn(streams)
-        y = self.ffn(self.ffn_norm(collapse(streams, mixes.pre)), is_padding)
-        return spread(y, streams, ffn_mixes), ffn_mixes.pre, shared
+        streams, pre_mix, shared = self.stages.attend(self, streams, pre_mix, *attention_inputs)
+        streams, pre_mix = self.stages.feed(self, streams, pre_mix, is_padding, is_even)
+        return streams, pre_mix, shared

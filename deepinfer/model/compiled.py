@@ -1,17 +1,17 @@
 """The compiled reading: the same modules, each through `torch.compile` by itself.
 
-Layers are compiled one by one and not as a whole model: layers of one kind share their code, so compile time does not grow with
-depth. Shapes are dynamic: one compilation serves every batch and chunk of two rows and more, and so every row gets the same
-arithmetic whatever its company.
+Halves of layers are compiled one by one and not as a whole model: those of one kind share their code, so compile time does not
+grow with depth. Shapes are dynamic: one compilation serves every batch and chunk of two rows and more, and so every row gets the
+same arithmetic whatever its company.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from deepinfer.model.draft import DSpark
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.roundings import KeepRoundings
 from deepinfer.model.transformer import Transformer
@@ -52,8 +52,31 @@ def compile_model(model: Transformer, backend: str = "inductor") -> None:
             matrix.keep_scale_bytes()
     for module in parts(model):
         module.compile(fullgraph=True, dynamic=True, backend=backend, options=INDUCTOR_OPTIONS if backend == "inductor" else None)
-    for name in ("enter", "mean_stream", "collapse"):
-        setattr(model, name, compile_function(getattr(model, name), backend))
+    for module in staged(model):
+        module.stages = type(module.stages)(*(compile_function(fn, backend) for fn in type(module).stages))
+
+
+@contextmanager
+def uncompiled(model: Transformer) -> Iterator[None]:
+    """Run the parts of a compiled model as they are written, so that hooks inside them are called."""
+    calls = {module: module._compiled_call_impl for module in parts(model)}
+    stages = {module: module.stages for module in staged(model)}
+    forget_compiled(model)
+    try:
+        yield
+    finally:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+        for staged_module, functions in stages.items():
+            staged_module.stages = functions
+
+
+def forget_compiled(model: Transformer) -> None:
+    """Undo `compile_model`."""
+    for module in model.modules():
+        module._compiled_call_impl = None
+    for staged_module in staged(model):
+        staged_module.stages = type(staged_module).stages
 
 
 def set_up_compiler() -> None:
@@ -64,10 +87,14 @@ def set_up_compiler() -> None:
 
 
 def parts(model: Transformer) -> list[nn.Module]:
-    """What is compiled: everything that runs in each step, cut where one layer ends and the next begins."""
-    engrams = [layer.engram for layer in model.layers if layer.engram is not None]
-    drafts: DSpark = model.mtp
-    return [model.rope, model.token_window, *engrams, *model.layers, *drafts.blocks, model.norm, model.head]
+    """The modules that are compiled as they are."""
+    engrams: list[Any] = [layer.engram for layer in model.layers if layer.engram is not None]
+    return [model.rope, model.token_window, *engrams, model.norm, model.head]
+
+
+def staged(model: Transformer) -> list[Any]:
+    """The modules whose `stages` are compiled: each half of a block, and what runs between the blocks."""
+    return [model, *model.layers, *model.mtp.blocks]
 
 
 def is_compiled(model: Transformer) -> bool:

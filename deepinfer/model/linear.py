@@ -84,9 +84,9 @@ class StoredMatrix(nn.Module):
         return (self.weight, scale) if part is None else (self.weight[part], scale[part])
 
     def hold(self, packed: PackedWeights) -> None:
-        """Keep the values in another layout instead of the checkpoint's. Drops `weight` and `scale`."""
+        """Keep the values in another layout instead of the checkpoint's. Drops `weight`, `scale` and what was decoded from them."""
         self.packed = packed
-        self.weight = self.scale = self.scale_bytes = None  # type: ignore[assignment]
+        self.weight = self.scale = self.scale_bytes = self.expanded = None  # type: ignore[assignment]
 
     def keep_scale_bytes(self) -> None:
         """Read the scales as bytes from now on: the compiler's code generators do not know float8_e8m0fnu."""

@@ -13,6 +13,7 @@ from deepinfer.config import ModelConfig, MoEConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.model.linear import Linear, StoredMatrix
 from deepinfer.model.numerics import Numerics
+from deepinfer.model.plain_forms import STATIC_ROWS
 from deepinfer.model.router import Router
 from deepinfer.ops.elementwise import swiglu
 
@@ -28,12 +29,17 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, moe, numerics)
         self.exchange: ExpertExchange = here
 
-    def forward(self, x: Float[Tensor, "T D"], is_padding: Bool[Tensor, " T"] | None = None) -> Float[Tensor, "T D"]:
-        """Rows marked as padding visit no expert that is packed for kernels, so that none is read for them."""
+    def forward(
+        self, x: Float[Tensor, "T D"], is_padding: Bool[Tensor, " T"] | None = None, is_even: bool = False
+    ) -> Float[Tensor, "T D"]:
+        """Rows marked as padding visit no expert where pairs can be skipped, so that none is read, sent or counted for them.
+
+        `is_even`: see `Rows`.
+        """
         weights, ids = self.gate(x)
-        if is_padding is not None and self.experts.w1.packed is not None:
+        if is_padding is not None and self.experts.can_skip_pairs:
             ids = ids.masked_fill(is_padding[:, None], self.experts.nobody)
-        routed = self.numerics.ops.combine(self.exchange(self.experts, x, weights, ids), ids)
+        routed = self.numerics.ops.combine(self.exchange(self.experts, x, weights, ids, is_even=is_even), ids)
         return (routed + self.shared_experts(x).float()).to(x.dtype)
 
     def forward_without_rows(self, like: Float[Tensor, "0 D"]) -> None:
@@ -44,15 +50,29 @@ class MoE(nn.Module):
 
 
 class ExpertExchange(Protocol):
-    """Brings (token, expert) pairs to the experts, wherever those are, and their outputs back."""
+    """Brings (token, expert) pairs to the experts, wherever those are, and their outputs back; zeros for pairs of nobody.
+
+    `is_even`: every process has this many rows in this call.
+    """
 
     def __call__(
-        self, experts: "Experts", x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"]
+        self,
+        experts: "Experts",
+        x: Float[Tensor, "T D"],
+        weights: Float[Tensor, "T K"],
+        ids: Int[Tensor, "T K"],
+        *,
+        is_even: bool = False,
     ) -> Float[Tensor, "T K D"]: ...
 
 
 def here(
-    experts: "Experts", x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"]
+    experts: "Experts",
+    x: Float[Tensor, "T D"],
+    weights: Float[Tensor, "T K"],
+    ids: Int[Tensor, "T K"],
+    *,
+    is_even: bool = False,
 ) -> Float[Tensor, "T K D"]:
     """All experts are in this process."""
     return experts(x, weights, ids)
@@ -94,6 +114,7 @@ class Experts(nn.Module):
         # Weights are shares of the scale, unless there is one, which is a raw score.
         self.largest_weight = moe.route_scale if moe.n_activated_experts > 1 else float("inf")
         self.nobody = moe.n_routed_experts  # an expert id that no process holds
+        self.static_rows = STATIC_ROWS
         places = torch.full((moe.n_routed_experts + 1,), len(self.expert_ids), device="cpu")
         places[list(self.expert_ids)] = torch.arange(len(self.expert_ids), device="cpu")
         self.register_buffer("place_of_expert", places, persistent=False)
@@ -107,6 +128,17 @@ class Experts(nn.Module):
         """Place of each chosen expert in the stack; the number of experts held for one that is not."""
         return ids if self.holds_all else self.place_of_expert[ids]
 
-    def address_by_slot(self) -> None:
-        """From now on ids are places in the stack: the caller knows which expert is where. Mutates what ids mean, no weight."""
-        self.expert_ids, self.holds_all = tuple(range(len(self.expert_ids))), True
+    @property
+    def can_skip_pairs(self) -> bool:
+        """Whether an id may be that of `nobody`."""
+        return self.w1.packed is not None or not self.holds_all
+
+    def address_by_slot(self, num_ranks: int) -> None:
+        """From now on ids are places in the stack, and the number of places for no expert: the caller knows which expert is where.
+
+        Tokens come from `num_ranks` processes. Mutates what ids mean, no weight.
+        """
+        count = len(self.expert_ids)
+        self.expert_ids, self.holds_all = tuple(range(count)), False
+        self.place_of_expert = torch.arange(count + 1, device=self.place_of_expert.device)
+        self.static_rows = num_ranks * STATIC_ROWS

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepinfer.model.moe import Experts
     from deepinfer.model.numerics import Numerics
 
-STATIC_ROWS = 256  # more rows are a prefill, whose shapes need not be fixed
+STATIC_ROWS = 256  # of one process; more are a prefill, whose shapes need not be fixed
 
 
 def product(x: Float[Tensor, "T K"], w: Float[Tensor, "N K"], quantized: bool, numerics: "Numerics") -> Float[Tensor, "T N"]:
@@ -65,7 +65,7 @@ def experts(
     x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"], stack: "Experts"
 ) -> Float[Tensor, "T K D"]:
     """Output of each (token, expert) pair, its routing weight applied before w2; zeros for experts that `stack` does not hold."""
-    if not (stack.numerics.ops.static_shapes and x.shape[0] <= STATIC_ROWS):
+    if not (stack.numerics.ops.static_shapes and x.shape[0] <= stack.static_rows):
         return _one_by_one(x, weights, ids, stack)
     if stack.holds_all and ids.numel() <= len(stack.expert_ids):
         return _gathered(x, weights, ids, stack)

@@ -32,6 +32,7 @@ class Rows:
         window_starts: first position of each sequence whose window rows exist, where a replay began; None: all begin at 0.
         write_floors: position of each sequence below which entries and pending groups stay as they are stored; None: 0.
         context: if other ranks run other rows of the same sequence in the same forward.
+        is_even: every rank of a group runs this many rows, padding included, so that experts need no counts to be exchanged.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -45,6 +46,7 @@ class Rows:
     window_starts: Int[Tensor, " B"] | None = None
     write_floors: Int[Tensor, " B"] | None = None
     context: "ContextExchange | None" = None
+    is_even: bool = False
 
     @property
     def max_tokens(self) -> int:

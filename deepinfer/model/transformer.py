@@ -3,7 +3,8 @@
 Source: specification section 3.
 """
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -44,11 +45,21 @@ class Layer(Block):
         self.engram = Engram(config, layer, numerics) if layer in config.engram.layer_ids else None
 
 
+class BetweenLayers(NamedTuple):
+    """What runs in front of the layers, between them and behind them, as functions: what is compiled."""
+
+    enter: Callable[..., Any]
+    mean_stream: Callable[..., Any]
+    collapse: Callable[..., Any]
+
+
 class Transformer(nn.Module):
     """DeepSeek-V4.1-Flash without its vision tower. Parameters are named as in the checkpoint and start uninitialised.
 
     `expert_ids`: the routed backbone experts that this process holds; all of them by default.
     """
+
+    stages = BetweenLayers(enter, mean_stream, collapse)
 
     def __init__(self, config: ModelConfig, numerics: Numerics, expert_ids: tuple[int, ...] | None = None) -> None:
         super().__init__()
@@ -60,8 +71,6 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = Float32Linear(config.dim, config.vocab_size, numerics)
         self.mtp = DSpark(config, numerics)
-        # Functions between the layers, which a compiler replaces.
-        self.enter, self.mean_stream, self.collapse = enter, mean_stream, collapse
 
     @property
     def device(self) -> torch.device:
@@ -80,8 +89,8 @@ class Transformer(nn.Module):
         rope = self.rope(rows.positions)
         window = self.token_window(rows, cache) if config.engram.layer_ids else None
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
-        streams, pre_mix = self.enter(embedded, config.hyper_connection.mult)
-        is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding else None
+        streams, pre_mix = self.stages.enter(embedded, config.hyper_connection.mult)
+        is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding or rows.is_even else None
         shared = Shared()
         features: list[Tensor] = []
         # A model cut to its first layers keeps the ids, but has no draft blocks.
@@ -99,9 +108,11 @@ class Transformer(nn.Module):
                 streams = layer.engram(streams, window, self.token_window.pad)
             if index in targets:
                 # The block's input, with its Engram, not its output.
-                features.append(self.mean_stream(streams))
-            streams, pre_mix, shared = layer(streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding)
-        return Hidden(rows, self.collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
+                features.append(self.stages.mean_stream(streams))
+            streams, pre_mix, shared = layer(
+                streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding, is_even=rows.is_even
+            )
+        return Hidden(rows, self.stages.collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
     def forward_without_rows(self) -> None:
         """The part of a forward that other processes wait for when this one has no rows: each layer's exchange of experts."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from deepinfer.parallel.config import ParallelConfig
 from deepinfer.parallel.voting import Ballot, Motion, check_ballots, confirm, decide
-from deepinfer.runtime.plan import SchedulerOutputs, StepKind
+from deepinfer.runtime.plan import GroupShape, SchedulerOutputs, StepKind
 from deepinfer.runtime.scheduler import PlannedStep, Scheduler
 
 # The same number of integers from every rank, in rank order. `what` names the collective for whoever waits in vain.
@@ -50,8 +50,8 @@ class StepAgreement:
 
         Raises: AgreementError; what `gather` raises if a rank does not come.
         """
-        wants_prefill, num_decodable = self.scheduler.demand()
-        ballot = Ballot(self.iteration, digest, int(wants_prefill), num_decodable, int(has_work))
+        wants_prefill, decodable = self.scheduler.demand()
+        ballot = Ballot(self.iteration, digest, int(wants_prefill), *decodable, int(has_work))
         ballots = [Ballot(*row) for row in await self.gather("vote", ballot)]
         check_ballots(ballots)
         motion, num_groups = decide(ballots, self.since_prefill, self.config)
@@ -73,5 +73,7 @@ class StepAgreement:
         self.since_prefill = 0 if is_prefill else self.since_prefill + 1
         if motion is Motion.DRAIN:
             return AgreedStep(motion, num_groups, None)
-        kind = StepKind.PREFILL if is_prefill else StepKind.DECODE
-        return AgreedStep(motion, num_groups, self.scheduler.commit(planned, kind))
+        if is_prefill:
+            return AgreedStep(motion, num_groups, self.scheduler.commit(planned, StepKind.PREFILL))
+        shape = GroupShape(num_groups, max(ballot.num_blocks for ballot in ballots))
+        return AgreedStep(motion, num_groups, self.scheduler.commit(planned, StepKind.DECODE, shape))

@@ -32,8 +32,7 @@ class ParallelConfig:
 
     Attributes:
         ep_size: ranks that the routed experts are split over; each also owns requests.
-        cp_size: ranks that split the prompt of one request between them. An engine takes 1 only; see
-            `deepinfer.parallel.context_parallel` for the module level.
+        cp_size: ranks that split each long prompt between them, in an engine of role PREFILL.
         role: see `Role`.
         prefill_vote: see `PrefillVote`.
         prefill_interval_all, prefill_interval_any: least iterations between two prefill steps, for either vote.
@@ -76,6 +75,16 @@ class ParallelConfig:
         require("eplb_window", fits, f"expected at most eplb_period, {self.eplb_period}")
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         require("timeout_s", is_number and 0 < self.timeout_s < float("inf"), "expected a finite number of seconds above 0")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that form the group."""
+        return self.ep_size * self.cp_size
+
+    @property
+    def size_name(self) -> str:
+        """The setting that makes a group of it, with its value."""
+        return f"cp_size = {self.cp_size}" if self.cp_size > 1 else f"ep_size = {self.ep_size}"
 
     def slots_per_rank(self, n_experts: int) -> int:
         """Expert slots of a layer that each rank holds. Raises ConfigError if the slots cannot be split evenly."""

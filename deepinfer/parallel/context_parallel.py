@@ -6,7 +6,7 @@ needs two things of other ranks: the window rows before each chunk (the halo), a
 The former are sent to exactly where they are needed, the latter to everyone. Both are copies in position order, so the result is
 that of one rank, to the bit in batch-invariant arithmetic.
 
-The pure functions come first; `prefill_context` runs a model. Draft blocks take no part.
+The pure functions come first; `prefill_context` runs a model. Draft rings get a rank's own rows alone.
 """
 
 from collections.abc import Sequence
@@ -119,12 +119,19 @@ class ContextResult(NamedTuple):
 
 
 def prefill_context(
-    model: Transformer, ranks: Ranks, token_ids: Int[Tensor, " n"], *, block_size: int = 64, room: int = 0
+    model: Transformer,
+    ranks: Ranks,
+    token_ids: Int[Tensor, " n"],
+    *,
+    block_size: int = 64,
+    room: int = 0,
+    observes_drafts: bool = False,
 ) -> ContextResult:
     """Run one prompt on all ranks of a group. Collective: every rank gives the same prompt.
 
     Args:
         room: positions behind the prompt that the cache holds too.
+        observes_drafts: fill the draft blocks' rings; on rank 0 they are complete if the last chunk is no shorter than a window.
 
     Raises: ShapeError if the prompt has fewer than two blocks for each rank.
     """
@@ -144,4 +151,7 @@ def prefill_context(
         cache.history[slot, before % cache.history_rows] = model.token_window.token_map[token_ids.to(model.device)[before]]
     context = ContextParallel(ranks, chunks, model.config.attention.window_size - 1, model.device)
     hidden = model.forward_rows(replace(rows, context=context), cache)
+    if observes_drafts:
+        assert hidden.main_hidden is not None
+        model.observe_draft(hidden.main_hidden, rows, cache)
     return ContextResult(rows.positions, hidden.final, cache)

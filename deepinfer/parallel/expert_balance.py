@@ -52,7 +52,7 @@ class ExpertBalance:
         if not self.counter.end_step():
             return
         await flush()
-        loads = (await self.ranks.sum("expert loads", self.counter.total())).tolist()
+        loads = (await self.ranks.sum("expert loads", self.counter.take())).tolist()
         num_slots = len(self.placement.layers[0])
         new = place_experts(loads, num_slots, self.placement)
         before, after = mean_imbalance(loads, self.placement), mean_imbalance(loads, new)

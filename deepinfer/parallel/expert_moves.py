@@ -1,7 +1,8 @@
 """Rearranging experts between two steps: every rank turns its slots from the old placement into the new one.
 
-An expert moves as one record: the stored bytes of its three matrices with their scales. Outgoing records are copied into a buffer
-before any slot is written, so the order of moves does not matter. Collective, layer by layer.
+An expert moves as one record: the bytes of its three matrices with their scales, as they are stored; all ranks store alike, packed
+for kernels or not. Outgoing records are copied into a buffer before any slot is written, so the order of moves does not matter.
+Collective, layer by layer.
 """
 
 from typing import NamedTuple
@@ -51,16 +52,15 @@ def move_layer(experts: Experts, ranks: Ranks, slots_per_rank: int, moves: list[
         sent[move.target // slots_per_rank] += 1
     for move in incoming:
         received[move.source // slots_per_rank] += 1
-    records = [record_of(experts, move.source % slots_per_rank) for move in outgoing]
-    size = record_of(experts, 0).numel()
-    buffer = torch.stack(records) if records else experts.w1.weight.new_empty((0, size), dtype=torch.uint8)
-    for move, record in zip(incoming, ranks.exchange(buffer, sent, received), strict=True):
+    empty = record_of(experts, 0)[None][:0]
+    records = torch.cat([empty, *(record_of(experts, move.source % slots_per_rank)[None] for move in outgoing)])
+    for move, record in zip(incoming, ranks.exchange(records, sent, received), strict=True):
         store_record(experts, move.target % slots_per_rank, record)
 
 
-def matrices(experts: Experts) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
-    """What an expert consists of."""
-    return experts.w1, experts.w2, experts.w3
+def matrices(experts: Experts) -> tuple[StoredMatrix, ...]:
+    """What an expert consists of. Packed, gate and up are one buffer, which moves once."""
+    return (experts.w1, experts.w2, experts.w3) if experts.w1.packed is None else (experts.w1, experts.w2)
 
 
 def record_of(experts: Experts, slot: int) -> UInt8[Tensor, " bytes"]:

@@ -4,7 +4,12 @@ The result does not depend on the number of ranks or on the placement. A pair's 
 bit in batch-invariant arithmetic), and a token's outputs are summed where the token lives, in ascending expert id
 (`deepinfer.model.plain_forms.combine`): nothing is reduced on the way.
 
-Legend: T tokens of this rank, K experts of a token, n pairs sent, m pairs received.
+There are two forms. A prefill step sends each pair where it belongs, and reads on the host how many come. In a step whose rows are
+as many on every rank (`is_even`) shapes are fixed and nothing is read, so that a graph can hold it: each token goes to every rank,
+which is room for all pairs, and a rank computes the pairs that are its own. The others have the id of nobody, which costs no
+expert anything.
+
+Legend: T tokens of this rank, K experts of a token, R ranks, n pairs sent, m pairs received.
 """
 
 import torch
@@ -24,42 +29,72 @@ class ExpertParallel:
     """
 
     def __init__(self, layer: int, ranks: Ranks, placement: Placement, counter: LoadCounter, device: torch.device) -> None:
-        self.layer, self.ranks, self.counter, self.device = layer, ranks, counter, device
+        self.layer, self.ranks, self.counter, self.slots_per_rank = layer, ranks, counter, placement.slots_per_rank
+        self.num_slots = placement.num_ranks * placement.slots_per_rank  # the slot of nobody
+        n_experts = len(placement.slots_of_experts(layer))
+        # Wide enough for any placement: captured graphs read the tables where they are.
+        most = self.num_slots - n_experts + 1
+        self._slots = torch.empty(n_experts + 1, most, dtype=torch.int64, device=device)
+        self._num_replicas = torch.empty(n_experts + 1, dtype=torch.int64, device=device)
         self.switch(placement)
 
     def switch(self, placement: Placement) -> None:
-        """Address experts by this placement from now on, between two steps and on all ranks. Mutates the table."""
-        slots = placement.slots_of_experts(self.layer)
-        self.slots_per_rank = placement.slots_per_rank
-        longest = max(len(of_expert) for of_expert in slots)
-        table = [[of_expert[i % len(of_expert)] for i in range(longest)] for of_expert in slots]
-        self._slots = torch.tensor(table, device=self.device)
-        self._num_replicas = torch.tensor([len(of_expert) for of_expert in slots], device=self.device)
+        """Address experts by this placement from now on, between two steps and on all ranks. Mutates the tables in place."""
+        slots = [*placement.slots_of_experts(self.layer), [self.num_slots]]
+        most = self._slots.shape[1]
+        self._slots.copy_(torch.tensor([[of_expert[i % len(of_expert)] for i in range(most)] for of_expert in slots]))
+        self._num_replicas.copy_(torch.tensor([len(of_expert) for of_expert in slots]))
 
     def __call__(
-        self, experts: Experts, x: Float[Tensor, "T D"], weights: Float[Tensor, "T K"], ids: Int[Tensor, "T K"]
+        self,
+        experts: Experts,
+        x: Float[Tensor, "T D"],
+        weights: Float[Tensor, "T K"],
+        ids: Int[Tensor, "T K"],
+        *,
+        is_even: bool = False,
     ) -> Float[Tensor, "T K D"]:
         """Collective: every rank calls it once for each layer of a step, also without tokens."""
         self.counter.record(self.layer, ids)
-        slots_TK = self.choose_slots(ids)
-        rank_n, order_n = (slots_TK.flatten() // self.slots_per_rank).sort(stable=True)
-        token_n = order_n // ids.shape[1]
-        counts = torch.bincount(rank_n, minlength=self.ranks.size)
-        received: list[int] = self.ranks.exchange_counts(counts).tolist()
-        sent: list[int] = counts.tolist()
         # The weight travels as the bits of a float32 beside the slot.
-        labels_n = torch.stack((slots_TK.flatten()[order_n].int(), weights.flatten()[order_n].float().view(torch.int32)), dim=1)
-        x_m = self.ranks.exchange(x[token_n], sent, received)
-        labels_m = self.ranks.exchange(labels_n, sent, received)
+        labels = torch.stack((self.choose_slots(ids).int(), weights.float().view(torch.int32)), dim=-1)
+        return (self._evenly if is_even else self._by_count)(experts, x, labels)
+
+    def _by_count(self, experts: Experts, x: Float[Tensor, "T D"], labels: Int[Tensor, "T K 2"]) -> Float[Tensor, "T K D"]:
+        """Pairs sorted by rank, those of nobody left out. Waits for the device."""
+        slots_TK = labels[..., 0]
+        rank_n, order_n = (slots_TK.flatten() // self.slots_per_rank).sort(stable=True)
+        counts = torch.bincount(rank_n, minlength=self.ranks.size)[: self.ranks.size]
+        received: list[int] = self.ranks.exchange_evenly(counts).tolist()
+        sent: list[int] = counts.tolist()
+        order_n = order_n[: sum(sent)]
+        x_m = self.ranks.exchange(x[order_n // slots_TK.shape[1]], sent, received)
+        labels_m = self.ranks.exchange(labels.flatten(0, 1)[order_n], sent, received)
         local_m = labels_m[:, :1].long() % self.slots_per_rank
         out_m = experts(x_m, labels_m[:, 1:].contiguous().view(torch.float32), local_m).squeeze(1)
         out_n = self.ranks.exchange(out_m, received, sent)
-        out = torch.empty_like(out_n)
+        out = out_n.new_zeros(slots_TK.numel(), x.shape[1])
         out[order_n] = out_n
-        return out.unflatten(0, tuple(ids.shape))
+        return out.unflatten(0, tuple(slots_TK.shape))
+
+    def _evenly(self, experts: Experts, x: Float[Tensor, "T D"], labels: Int[Tensor, "T K 2"]) -> Float[Tensor, "T K D"]:
+        """Tokens of all ranks, in rank order, to every rank; what each computed of its pairs, back to the tokens."""
+        (t, k), size = labels.shape[:2], self.ranks.size
+        x_all = self.ranks.exchange_evenly(x.repeat(size, 1))
+        labels_all = self.ranks.exchange_evenly(labels.repeat(size, 1, 1))
+        local = labels_all[..., 0].long() - self.ranks.rank * self.slots_per_rank
+        local = torch.where((local >= 0) & (local < self.slots_per_rank), local, self.slots_per_rank)
+        out_all = experts(x_all, labels_all[..., 1].contiguous().view(torch.float32), local)
+        # From each rank its share of this rank's pairs: zeros but for those that it holds.
+        shares = self.ranks.exchange_evenly(out_all).view(size, t * k, -1)
+        rank_n = (labels[..., 0].flatten().long() // self.slots_per_rank).clamp(max=size - 1)
+        return shares[rank_n, torch.arange(t * k, device=x.device)].unflatten(0, (t, k))
 
     def choose_slots(self, ids: Int[Tensor, "T K"]) -> Int[Tensor, "T K"]:
-        """A slot for each pair: an expert's replicas take turns from token to token, and ranks start at different ones."""
+        """A slot for each pair: an expert's replicas take turns from token to token, and ranks start at different ones.
+
+        A pair of nobody gets the number of all slots.
+        """
         turn = torch.arange(ids.shape[0], device=ids.device)[:, None] + self.ranks.rank
         return self._slots[ids, turn % self._num_replicas[ids]]
 
@@ -73,7 +108,7 @@ def distribute_experts(model: Transformer, ranks: Ranks, placement: Placement, c
     for index, ffn in enumerate(feed_forwards(model)):
         experts = ffn.experts
         assert experts.expert_ids == placement.experts_of(index, ranks.rank)
-        experts.address_by_slot()
+        experts.address_by_slot(ranks.size)
         ffn.exchange = ExpertParallel(index, ranks, placement, counter, model.device)
         exchanges.append(ffn.exchange)
     return exchanges

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -20,13 +19,14 @@ from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.parallel.agreement import StepAgreement
 from deepinfer.parallel.config import Role
+from deepinfer.parallel.context_engine import ContextEngineCore
 from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_loop import GroupLoop
 from deepinfer.parallel.placement import place_evenly
 from deepinfer.parallel.ranks import Ranks
 from deepinfer.parallel.voting import Motion
 from deepinfer.runtime.device import Device
-from deepinfer.runtime.engine_core import EngineCore
+from deepinfer.runtime.engine_core import EngineCore, T
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.tokenizer import Tokenizer
 
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Queues one request or state.
 Submission = Callable[[], Awaitable[None]]
-T = TypeVar("T")
 
 
 class GroupEngineCore(EngineCore):
@@ -126,14 +125,21 @@ class GroupEngineCore(EngineCore):
 
 
 def open_core(
-    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, device: Device, balance: ExpertBalance | None
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    device: Device,
+    balance: ExpertBalance | None,
+    context_ranks: Ranks | None,
 ) -> EngineCore:
     """The core of an engine, alone or in a group. Raises ConfigError for a group that nobody has joined."""
     check_supported(config)
     if balance is not None:
         return GroupEngineCore(model, tokenizer, config, device, balance)
-    if config.parallel.ep_size > 1:
-        raise ConfigError(f"ParallelConfig.ep_size = {config.parallel.ep_size}: open the engine with LLMEngine.from_pretrained")
+    if context_ranks is not None:
+        return ContextEngineCore(model, tokenizer, config, device, context_ranks)
+    if config.parallel.num_ranks > 1:
+        raise ConfigError(f"ParallelConfig.{config.parallel.size_name}: open the engine with LLMEngine.from_pretrained")
     return EngineCore(model, tokenizer, config, device)
 
 
@@ -143,11 +149,12 @@ def check_supported(config: EngineConfig) -> None:
     is_alone = parallel.ep_size == 1 and parallel.role == Role.NORMAL
     if not is_alone and (config.enable_prefix_caching or config.replay != "full"):
         raise ConfigError("enable_prefix_caching and replay need a single process of role normal: a prefill must be withdrawable")
-    if parallel.ep_size > 1 and (config.compile is True or config.kernels not in ("auto", "plain")):
+    if parallel.num_ranks > 1 and (config.compile is True or config.kernels not in ("auto", "plain")):
         raise ConfigError(f"kernels = {config.kernels!r}, compile = {config.compile}: several ranks run the plain operations")
-    if parallel.cp_size > 1:
+    if parallel.cp_size > 1 and (parallel.ep_size > 1 or parallel.role != Role.PREFILL):
         raise ConfigError(
-            f"ParallelConfig.cp_size = {parallel.cp_size}: an engine takes 1; see deepinfer.parallel.context_parallel"
+            f"ParallelConfig.cp_size = {parallel.cp_size}: prompts are spread by engines of role prefill whose experts are all on "
+            f"each rank, got role {str(parallel.role)!r} and ep_size {parallel.ep_size}"
         )
 
 
@@ -173,6 +180,6 @@ def load_share(folder: Path, config: EngineConfig, device: torch.device) -> tupl
     num_slots = parallel.slots_per_rank(model_config.moe.n_routed_experts) * parallel.ep_size
     placement = place_evenly(model_config.n_layers, model_config.moe.n_routed_experts, num_slots, parallel.ep_size)
     ranks = Ranks.open(parallel, device)
-    ops = reference_ops(batch_invariant=config.batch_invariant)
+    ops = reference_ops(batch_invariant=config.batch_invariant, static_shapes=device.type != "cpu")
     model = load_model(folder, config.precision, device, ops=ops, expert_ids=placement.experts_of(0, ranks.rank))
     return model, ExpertBalance(model, ranks, parallel, placement)

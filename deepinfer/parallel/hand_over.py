@@ -115,21 +115,28 @@ def entry_addresses(pool: EntryPool, blocks: tuple[int, ...], block_size: int, l
     return torch.tensor(blocks, dtype=torch.int64, device="cpu")[ids // per_block] * per_block + ids % per_block
 
 
-@torch.inference_mode()
 def export_cache(worker: Worker, sequence: Sequence) -> CacheState:
     """Copy a sequence's memory while it still owns it. Waits for the device."""
-    cache, length, slot = worker.cache, sequence.confirmed, sequence.slot
-    window, block_size = worker.model.config.attention.window_size, worker.sizes.block_size
-    rows = latest(length, window, cache.ring_rows)
-    addresses = {layer: entry_addresses(pool, sequence.blocks, block_size, length) for layer, pool in cache.pools.items()}
+    assert sequence.slot is not None
+    place = (sequence.slot, sequence.blocks, worker.sizes.block_size)
+    return read_cache(worker.model, worker.cache, *place, sequence.confirmed, worker.num_drafts > 0)
+
+
+@torch.inference_mode()
+def read_cache(
+    model: Transformer, cache: ModelCache, slot: int, blocks: tuple[int, ...], block_size: int, length: int, has_drafts: bool
+) -> CacheState:
+    """Copy what a cache holds of the `length` tokens that stand in a slot and in these blocks. Waits for the device."""
+    rows = latest(length, model.config.attention.window_size, cache.ring_rows)
+    addresses = {layer: entry_addresses(pool, blocks, block_size, length) for layer, pool in cache.pools.items()}
     return CacheState(
         length=length,
         rings=[ring[slot].cpu()[rows] for ring in cache.rings],
         entries={layer: pool.entries[addresses[layer].to(pool.entries.device)].cpu() for layer, pool in cache.pools.items()},
         index_keys={layer: pool.index_keys[addresses[layer].to(pool.entries.device)].cpu() for layer, pool in cache.pools.items()},
         pending={layer: open_group(groups[slot].cpu(), length) for layer, groups in cache.pending.items()},
-        history=cache.history[slot].cpu()[latest(length, history_needed(worker.model), cache.history_rows)],
-        has_drafts=worker.num_drafts > 0,
+        history=cache.history[slot].cpu()[latest(length, history_needed(model), cache.history_rows)],
+        has_drafts=has_drafts,
     )
 
 

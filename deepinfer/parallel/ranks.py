@@ -54,17 +54,17 @@ class Ranks:
     def open(cls, config: ParallelConfig, device: torch.device) -> Self:
         """Join the group that `torchrun` started. Collective: every rank calls it.
 
-        Raises: ConfigError if this process was not started as one of `config.ep_size`.
+        Raises: ConfigError if this process was not started as one of `config.num_ranks`.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
                 raise ConfigError(
-                    f"ParallelConfig.ep_size = {config.ep_size}: this process is not part of a group; start the program with "
-                    f"`torchrun --nproc-per-node {config.ep_size} ...`"
+                    f"ParallelConfig.{config.size_name}: this process is not part of a group; start the program with "
+                    f"`torchrun --nproc-per-node {config.num_ranks} ...`"
                 )
             dist.init_process_group(backend_for(device), timeout=timedelta(seconds=config.timeout_s))
-        if dist.get_world_size() != config.ep_size:
-            raise ConfigError(f"ParallelConfig.ep_size = {config.ep_size}: the group has {dist.get_world_size()} processes")
+        if dist.get_world_size() != config.num_ranks:
+            raise ConfigError(f"ParallelConfig.{config.size_name}: the group has {dist.get_world_size()} processes")
         timeout = timedelta(seconds=config.timeout_s)
         device_group, cpu_group, results_group = (
             dist.new_group(backend=backend, timeout=timeout) for backend in (backend_for(device), "gloo", "gloo")
@@ -137,10 +137,11 @@ class Ranks:
         self._all_to_all(result, rows.contiguous(), received, sent)
         return result
 
-    def exchange_counts(self, counts: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-        """How many rows each rank will send here."""
-        result = torch.empty_like(counts)
-        self._all_to_all(result, counts, None, None)
+    def exchange_evenly(self, rows: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """As `exchange`, an equal part to and from each rank: no sizes to be known, so that a graph can hold it."""
+        rows = rows.contiguous()
+        result = torch.empty_like(rows)
+        self._all_to_all(result, rows, None, None)
         return result
 
     def _all_to_all(self, result: Tensor, rows: Tensor, received: list[int] | None, sent: list[int] | None) -> None:

@@ -20,7 +20,7 @@ from deepinfer.parallel.voting import Motion
 from deepinfer.runtime.constraints import SamplerInputs
 from deepinfer.runtime.device import COPY, Event, InlineDevice
 from deepinfer.runtime.limits import SchedulerLimits
-from deepinfer.runtime.plan import SchedulerOutputs, SequenceResult, StepKind, StepResult
+from deepinfer.runtime.plan import GroupShape, SchedulerOutputs, SequenceResult, StepKind, StepResult
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence
@@ -88,18 +88,26 @@ class _State:
 
 
 class FakeWorker:
-    """Draws the tokens that each request is known to get, and records the kinds of steps it ran."""
+    """Draws the tokens that each request is known to get, and records the kinds and shapes of the steps it ran."""
 
-    def __init__(self, ends_at: dict[str, int | None]) -> None:
+    def __init__(self, ends_at: dict[str, int | None], block_size: int) -> None:
+        self.block_size = block_size
         self.device, self.ends_at, self.num_drafts = InlineDevice(), ends_at, 0
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=0))  # for masks, of which there are none
         self.kinds: list[StepKind] = []
+        self.shapes: list[GroupShape | None] = []
 
     def submit_forward(self, plan: SchedulerOutputs, previous: _State | None) -> _State:
-        """Note the step. Raises AgreementError for a decode step that feeds prompts: its shape is agreed on without them."""
-        if plan.kind is StepKind.DECODE and any(seq.is_chunk for seq in plan.sequences):
-            raise AgreementError(f"step {plan.step_seq} is a decode step and feeds a prompt")
+        """Note the step. Raises AgreementError for a decode step that does not fit the shape that was agreed on."""
+        if plan.kind is StepKind.DECODE:
+            longest = max(-(-(seq.start + seq.q_cap) // self.block_size) for seq in plan.sequences)
+            own, agreed = GroupShape(len(plan.sequences), longest), plan.group_shape
+            if agreed is None or any(need > room for need, room in zip(own, agreed, strict=True)):
+                raise AgreementError(f"step {plan.step_seq} needs {own}, agreed on is {agreed}")
+            if any(seq.is_chunk for seq in plan.sequences):
+                raise AgreementError(f"step {plan.step_seq} is a decode step and feeds a prompt")
         self.kinds.append(plan.kind)
+        self.shapes.append(plan.group_shape)
         return _State(plan, _Box(self.device.record(COPY)))
 
     def submit_sampler(self, state: _State, inputs: SamplerInputs) -> None:
@@ -122,6 +130,7 @@ class RankTrace:
     Attributes:
         agreed: (iteration, motion, row groups) of every iteration: must be the same on all ranks.
         kinds: steps as this rank ran them.
+        shapes: of its decode steps, None for others: must be the same on all ranks.
         outputs: request ids with their tokens, in the order they finished.
         queued_at, admitted_at: iterations.
         withdrawals, preemptions: how often each happened.
@@ -129,6 +138,7 @@ class RankTrace:
 
     agreed: list[tuple[int, Motion, int]] = field(default_factory=list)
     kinds: list[StepKind] = field(default_factory=list)
+    shapes: list[GroupShape | None] = field(default_factory=list)
     outputs: list[tuple[str, list[int]]] = field(default_factory=list)
     queued_at: dict[str, int] = field(default_factory=dict)
     admitted_at: dict[str, int] = field(default_factory=dict)
@@ -144,7 +154,7 @@ class _Rank:
         self._arrivals = deque(sorted(arrivals, key=lambda a: a.iteration))
         self._names = {id(a): f"{rank}.{i}" for i, a in enumerate(arrivals)}
         self.scheduler = Scheduler(limits)
-        self.worker = FakeWorker({self._names[id(a)]: a.ends_at for a in arrivals})
+        self.worker = FakeWorker({self._names[id(a)]: a.ends_at for a in arrivals}, limits.block_size)
 
         async def gather(what: str, row: tuple[int, ...]) -> list[tuple[int, ...]]:
             return await group.gather(rank, what, row)
@@ -172,7 +182,8 @@ class _Rank:
             for sequence in self.scheduler.running:
                 self.trace.admitted_at.setdefault(sequence.request.request_id, iteration)
             self.scheduler.check_integrity()
-        self.trace.kinds, self.trace.withdrawals = self.worker.kinds, self.agreement.withdrawals
+        self.trace.kinds, self.trace.shapes = self.worker.kinds, self.worker.shapes
+        self.trace.withdrawals = self.agreement.withdrawals
         self.trace.preemptions = self.scheduler.counters.preemptions
         return self.trace
 

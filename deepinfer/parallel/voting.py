@@ -22,6 +22,7 @@ class Ballot(NamedTuple):
         digest: of everything else that must be equal, such as the expert placement.
         wants_prefill: a prompt waits, whole or in part.
         num_decodable: running sequences that could decode.
+        num_blocks: cache blocks of the longest of them.
         has_work: anything waits, runs, or is in flight.
     """
 
@@ -29,6 +30,7 @@ class Ballot(NamedTuple):
     digest: int
     wants_prefill: int
     num_decodable: int
+    num_blocks: int
     has_work: int
 
 

@@ -7,9 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm.auto import tqdm
 
@@ -20,7 +22,7 @@ from deepinfer.model.compiled import is_compiled, set_up_compiler
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
 from deepinfer.parallel.config import Role
-from deepinfer.parallel.hand_over import Arrivals, Exports, RequestState, first_event, start_sequence
+from deepinfer.parallel.hand_over import Arrivals, CacheState, Exports, RequestState, first_event, start_sequence
 from deepinfer.runtime.cache_layout import choose_num_blocks
 from deepinfer.runtime.device import Device, free_memory_bytes
 from deepinfer.runtime.draft_budget import DraftBudget
@@ -37,6 +39,7 @@ from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +132,8 @@ class EngineCore:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
         if is_compiled(self.worker.model):
             set_up_compiler()
-        if self.worker.decode_buckets:
-            warm_up(self.worker)
+        if self.worker.decode_buckets and self.worker.device.can_capture:
+            warm_up(self.worker, in_group=self.config.parallel.ep_size > 1)
         while not self._is_closing:
             if not self.loop.has_work and not self.arrivals:
                 self._idle.set()
@@ -208,6 +211,25 @@ class EngineCore:
                 self.scheduler.add(sequence)
         self.outputs.open(request, sequences, on_output, on_error)
         self._wake.set()
+
+    async def enter(
+        self,
+        request: Request,
+        cache: CacheState,
+        on_output: Callable[[RequestOutput], None],
+        on_error: Callable[[DeepInferError], None],
+    ) -> None:
+        """Queue a request whose prompt has been computed elsewhere, but for its end. Raises CapacityError if it can never fit."""
+        self.limits.check_fits(request, f"request {request.request_id}")
+        self._next_seq_id += 1
+        sequence = Sequence.open(request, 0, self._next_seq_id, self.outputs.tokenizer)
+        self.outputs.open(request, [sequence], on_output, on_error)
+        self.arrivals.add(sequence, cache)
+        self._wake.set()
+
+    def share(self, requests: AnySequence[T]) -> list[T]:
+        """The requests (or states) that this process owns."""
+        return list(requests)
 
     async def resume(
         self, state: RequestState, on_output: Callable[[RequestOutput], None], on_error: Callable[[DeepInferError], None]
@@ -324,7 +346,7 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
     return config.num_speculative_tokens
 
 
-def warm_up(worker: Worker) -> None:
+def warm_up(worker: Worker, in_group: bool) -> None:
     """Compile and capture before the first request, with a bar that says what is being done."""
     count = len(worker.decode_buckets) * (3 if worker.num_drafts else 1) + 1
     with tqdm(total=count, unit="shape", desc="warming up") as bar:
@@ -335,19 +357,21 @@ def warm_up(worker: Worker) -> None:
             yield
             bar.update()
 
-        worker.warm_up(progress)
+        worker.warm_up(progress, in_group)
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:
-    """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs."""
-    # The exchange between ranks reads counts on the host.
-    can_capture = device.can_capture and model.numerics.ops.static_shapes and config.parallel.ep_size == 1
+    """Row counts that decode steps are padded to, so that a few captured graphs serve all of them; none without graphs.
+
+    Ranks of a group agree on a bucket whatever the device, so that their steps need no counts to be exchanged.
+    """
+    can_capture = device.can_capture and model.numerics.ops.static_shapes
     if config.cuda_graphs is True and not can_capture:
         raise ConfigError(
-            f"EngineConfig.cuda_graphs = True: needs a CUDA device, reference_ops(static_shapes=True) and ep_size 1, "
-            f"got {device.torch_device}, static_shapes={model.numerics.ops.static_shapes} and {config.parallel.ep_size}"
+            f"EngineConfig.cuda_graphs = True: needs a CUDA device and reference_ops(static_shapes=True), "
+            f"got {device.torch_device} and static_shapes={model.numerics.ops.static_shapes}"
         )
-    if config.cuda_graphs is False or not can_capture:
+    if config.cuda_graphs is False or not (can_capture or config.parallel.ep_size > 1):
         return ()
     return tuple(1 << i for i in range((config.max_num_seqs - 1).bit_length() + 1))
 

@@ -98,11 +98,24 @@ class SequencePlan(NamedTuple):
         return self.q_cap - self.n_drafts > 1 or not self.is_sampling
 
 
+class GroupShape(NamedTuple):
+    """What the fullest rank of a group needs in a decode step; equal on all of them.
+
+    Attributes:
+        num_groups: sequences.
+        num_blocks: cache blocks of the longest of them.
+    """
+
+    num_groups: int
+    num_blocks: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerOutputs:
     """One step.
 
     Attributes:
+        group_shape: what the shape of a decode step follows from where other ranks run it too; None if they need not be alike.
         draft_rows: rows for drafts in all sequences together; if less than they have drafts, the device chooses whose.
         proposes: whether the step drafts tokens for the next one.
         copies_before, copies_after: made before and after the forward.
@@ -115,6 +128,7 @@ class SchedulerOutputs:
     proposes: bool = False
     copies_before: tuple[CacheCopy, ...] = ()
     copies_after: tuple[CacheCopy, ...] = ()
+    group_shape: GroupShape | None = None
 
     @property
     def num_rows(self) -> int:

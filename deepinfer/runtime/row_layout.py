@@ -51,7 +51,7 @@ def build_rows(meta: SequenceMetadata, previous: DeviceOutputs | None) -> Layout
         is_remapped, source = meta.remap >= 0, meta.remap.clamp(min=0)
         starts = torch.where(is_remapped, previous.next_start[source], starts)
         survival = previous.survival[source]
-        if meta.splits_drafts:
+        if meta.splits_drafts and survival.shape[1]:
             n_drafts = split_drafts(survival, meta.max_drafts, meta.draft_budget)
     q_lens = meta.q_lens + n_drafts
     ends = q_lens.cumsum(0)
@@ -78,6 +78,7 @@ def build_rows(meta: SequenceMetadata, previous: DeviceOutputs | None) -> Layout
         # Steps with and without replays are one to a compiler.
         window_starts=torch.zeros_like(meta.slots),
         write_floors=torch.zeros_like(meta.slots),
+        is_even=meta.is_even,
     )
     return Layout(rows, starts, n_drafts, ends, survival)
 

@@ -17,6 +17,7 @@ from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.plan import (
     NOT_IN_LAST_STEP,
     CacheCopy,
+    GroupShape,
     SchedulerOutputs,
     SequencePlan,
     SequenceResult,
@@ -132,16 +133,17 @@ class Scheduler:
         """Plan the next step from confirmed state and in-flight bounds alone; None if nothing can run now."""
         return self.commit(self.plan())
 
-    def demand(self) -> tuple[bool, int]:
-        """Whether a prompt waits, whole or in part, and how many running sequences could decode."""
-        wants_prefill, num_decodable = bool(self.waiting), 0
+    def demand(self) -> tuple[bool, GroupShape]:
+        """Whether a prompt waits, whole or in part, and what the running sequences that could decode need."""
+        wants_prefill, num_decodable, num_blocks = bool(self.waiting), 0, 0
         for sequence in self.running:
             start = sequence.next_position
             if self._is_chunk(sequence, start):
                 wants_prefill = True
-            else:
-                num_decodable += self._wanted(sequence, start) > 0
-        return wants_prefill, num_decodable
+            elif wanted := self._wanted(sequence, start):
+                num_decodable += 1
+                num_blocks = max(num_blocks, self.limits.blocks_for(start + wanted))
+        return wants_prefill, GroupShape(num_decodable, num_blocks)
 
     def plan(self, *, allow_prefill: bool = True) -> PlannedStep:
         """Reserve memory for the next step. Without `allow_prefill`, for running sequences that decode only.
@@ -347,12 +349,15 @@ class Scheduler:
         first = max(start, len(sequence.prompt_scores))
         return range(first, max(first, min(start + count, sequence.num_prompt_tokens - 1)))
 
-    def commit(self, planned_step: PlannedStep, kind: StepKind | None = None) -> SchedulerOutputs | None:
+    def commit(
+        self, planned_step: PlannedStep, kind: StepKind | None = None, group_shape: GroupShape | None = None
+    ) -> SchedulerOutputs | None:
         """Make a planned step the next one.
 
         Args:
             kind: PREFILL or DECODE as agreed with other ranks; a step without rows is then an EMPTY_PREFILL or IDLE. None: what
                 the rows are, and no step without rows.
+            group_shape: goes with a decode step that was agreed on.
         """
         # A sequence may have been aborted since; its memory has gone.
         planned = [(sequence, plan) for sequence, plan in planned_step.rows if plan.epoch == sequence.epoch]
@@ -376,6 +381,7 @@ class Scheduler:
             proposes=proposes,
             copies_before=before,
             copies_after=after,
+            group_shape=group_shape,
         )
         self._next_step, self._last_proposed = self._next_step + 1, proposes
         for sequence, plan in planned:

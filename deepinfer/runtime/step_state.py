@@ -46,7 +46,8 @@ class SequenceMetadata:
         num_rows: T; rows that no group fills are padding, and then the last group is a trash sequence.
         num_logits: R.
         draft_budget: rows for drafts in all groups together.
-        splits_drafts: whether that is less than `max_drafts` asks for, so that the device chooses.
+        splits_drafts: whether that may be less than `max_drafts` asks for, so that the device chooses.
+        is_even: whether every rank of a group runs a step of this shape.
         block_size: tokens in a cache block.
         replay: how some of the rows differ from plain ones; None if none does.
     """
@@ -65,6 +66,7 @@ class SequenceMetadata:
     num_logits: int
     splits_drafts: bool
     block_size: int
+    is_even: bool = False
     replay: ReplayMetadata | None = None
 
     def forward_inputs(self) -> list[Tensor]:
@@ -118,6 +120,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
 
     sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
     num_rows = plan.num_rows if padded is None else padded.rows
+    is_even = padded is not None and plan.group_shape is not None
     return SequenceMetadata(
         token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
         token_starts=per_group(token_starts),
@@ -131,8 +134,10 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
         num_rows=num_rows,
         num_logits=len(sampling) + plan.draft_rows,
-        splits_drafts=plan.draft_rows < sum(seq.n_drafts for seq in sequences),
+        # Not a matter of this rank alone where all replay the same graph.
+        splits_drafts=is_even or plan.draft_rows < sum(seq.n_drafts for seq in sequences),
         block_size=block_size,
+        is_even=is_even,
         replay=stage_replay(plan, len(sequences) + pad, num_rows),
     )
 

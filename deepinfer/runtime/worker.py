@@ -7,6 +7,7 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 import bisect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
-from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.plan import CacheCopy, GroupShape, SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
@@ -107,8 +108,8 @@ class Worker:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
         device, padded = self.device.torch_device, self._padded_shape(plan)
         observed = stage_observations(plan, self.model.config.vocab_size)
-        is_static = plan.kind is StepKind.DECODE and observed is None and self._bucket(len(plan.sequences)) is not None
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
+        is_static = plan.kind is StepKind.DECODE and observed is None and self._bucket(len(plan.sequences)) is not None
         vocab_size = self.model.config.vocab_size if self.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
         # A step without rows leaves nothing to read; whoever sat it out has been applied by now.
@@ -117,12 +118,14 @@ class Worker:
 
         @torch.inference_mode()
         def forward() -> None:
-            if not plan.sequences:
+            if not plan.sequences and not metadata.is_even:
                 self.model.forward_without_rows()
                 return
             self._copy_cache(plan.copies_before)
-            if is_static:
-                box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
+            # To capture is to take part in collectives, so all ranks do, also one that then looks at its rows one by one.
+            static = self._static_decode(metadata) if is_static or metadata.is_even else None
+            if static is not None and observed is None:
+                box.logit_rows = static.run(metadata, before, outputs)
             else:
                 box.logit_rows = self._run_rows(metadata, before, outputs, observed)
             self._copy_cache(plan.copies_after)
@@ -193,15 +196,20 @@ class Worker:
         return self._static_drafts[key]
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Compile, and capture what steady decode of short sequences needs. `progress` brackets each part with what it is."""
+    def warm_up(self, progress: Callable[[str], AbstractContextManager[None]], in_group: bool = False) -> None:
+        """Compile, and capture what steady decode of short sequences needs. `progress` brackets each part with what it is.
+
+        Collective `in_group`, whose ranks all run steps of the same shapes.
+        """
         idle, block_size = SchedulerOutputs(step_seq=-1, kind=StepKind.IDLE, sequences=()), self.sizes.block_size
+        if in_group:
+            idle = replace(idle, group_shape=GroupShape(1, 1))
         with progress("prefill"):
             for width in self._kinds_of_tables():
                 shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, width)
                 self._run_eagerly(stage_metadata(idle, block_size, shape).to(self.device.torch_device))
         for groups in self.decode_buckets:
-            for each in sorted({0, self.num_drafts}):
+            for each in (self.num_drafts,) if in_group else sorted({0, self.num_drafts}):
                 with progress(f"decode, {groups} sequences, {each} drafts"):
                     self._static_decode(stage_metadata(idle, block_size, padded_shape(groups, each, 1)))
         if not self.num_drafts:
@@ -391,6 +399,9 @@ class Worker:
     def _padded_shape(self, plan: SchedulerOutputs) -> PaddedShape | None:
         """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1."""
         count, width = len(plan.sequences), table_width(plan, self.sizes.block_size)
+        if plan.group_shape is not None:
+            groups = self._bucket(plan.group_shape.num_groups)
+            return None if groups is None else padded_shape(groups, self.num_drafts, plan.group_shape.num_blocks)
         groups = self._bucket(count)
         if plan.kind is StepKind.DECODE and groups is not None:
             return padded_shape(groups, -(-plan.draft_rows // count), width)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from deepinfer.bench import simulate
-from deepinfer.bench.simulate import measure_balance, measure_votes, measured_shares, zipf_shares
+from deepinfer.bench.simulate import imbalance_by_drift, measure_balance, measure_votes, measured_shares, zipf_shares
 from deepinfer.cli import main
+from deepinfer.parallel.placement import imbalance, place_layer
 
 GOAL = 1.05
 
@@ -23,6 +24,27 @@ def test_zipf_loads_are_balanced_to_the_goal(ranks: int, exponent: float) -> Non
     assert figures.after <= GOAL
     assert figures.step_after < figures.step_before
     assert figures.moved > figures.moved_again
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(128, 4), (64, 7), (8, 49)])
+def test_independent_changes_cost_what_is_estimated(ranks: int, slots: int) -> None:
+    rng = np.random.default_rng(ranks)
+    expected, found = [], []
+    for _ in range(8):
+        before = rng.uniform(0.8, 1.2, 384)
+        layer = place_layer(before.tolist(), ranks * slots, ranks)
+        assert imbalance(before.tolist(), layer, ranks) < 1.003
+        for _ in range(10):
+            after = before * (1 + 0.05 * rng.standard_normal(384))
+            expected.append(imbalance_by_drift(before, after, slots, ranks) - 1)
+            found.append(imbalance(after.tolist(), layer, ranks) - 1)
+    # Never equal shares, and copies of an expert change together: it comes out a little higher.
+    assert 0.95 < np.mean(found) / np.mean(expected) < 1.15
+
+
+def test_no_change_costs_nothing() -> None:
+    before = np.array([3.0, 0, 5, 1])
+    assert imbalance_by_drift(before, 2 * before, 2, 2) == 1
 
 
 def fake_loads(preset: str) -> tuple[np.ndarray, np.ndarray]:

@@ -176,7 +176,7 @@ def larger_route_scale(model: Transformer, patch: pytest.MonkeyPatch) -> None:
 def own_pre_mix(model: Transformer, patch: pytest.MonkeyPatch) -> None:
     """`pre` from the same sub-layer, as in V4."""
 
-    def forward(self: Block, streams: Tensor, pre_mix: Tensor, *inputs: Any, is_padding: Tensor | None = None) -> Any:
+    def forward(self: Block, streams: Tensor, pre_mix: Tensor, *inputs: Any, **of_padding: Any) -> Any:
         mixes = self.hc_attn(streams)
         y, shared = self.attn(self.attn_norm(collapse(streams, mixes.pre)), *inputs)
         streams = spread(y, streams, mixes)

@@ -195,11 +195,12 @@ def test_layers_over_the_kernels_are_compiled_once_for_every_number_of_rows(batc
     model = random_model(tiny_config(), device="cpu", ops=triton_ops(batch_invariant=batch_invariant))
     torch.compiler.reset()
     compile_model(model, backend="eager")
+    before = compilation_count()
     cache = model.new_cache(CacheSizes(num_slots=10, num_blocks=100))
 
     def run(lengths: list[int]) -> None:
         # Behind the first block: engines pad tables to more than one. There are fewer entries than may be chosen, then more.
-        chunks = [(torch.arange(length) + 3, 70) for length in lengths]
+        chunks = [(torch.arange(length) % 250 + 3, 70) for length in lengths]
         tables = [range(1 + 16 * i, 17 + 16 * i) for i in range(len(lengths))]
         rows = pack_rows(chunks, range(1, len(lengths) + 1), tables, 64, model.device)
         hidden = model.forward_rows(rows, cache)
@@ -213,4 +214,5 @@ def test_layers_over_the_kernels_are_compiled_once_for_every_number_of_rows(batc
     for lengths in ([1, 1], [1, 1, 1, 1, 1], [17, 2], [64, 3, 1], [150, 5, 7, 9, 16], [900, 2]):
         run(lengths)
     assert compilation_count() == count
-    assert count < 40
+    # Both halves of every kind of layer, and the little that runs between layers.
+    assert count - before < 25

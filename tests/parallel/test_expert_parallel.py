@@ -48,7 +48,7 @@ def compare_with_one_process(rank: int, size: int) -> dict[str, Any]:
         exchanges = distribute_experts(part, ranks, placement, counter)
         ids = tokens(rank, 1 + rank, 9 + rank)
         found["logits"].append(torch.equal(whole(ids), part(ids)))
-        counts = asyncio.run(ranks.sum("counts", counter.total()))
+        counts = asyncio.run(ranks.sum("counts", counter.take()))
         found["counts"].append(counts.sum(dim=1).tolist())
         pairs = sum((1 + r) * (9 + r) for r in range(size)) * moe.n_activated_experts
         found["expected"].append([pairs] * whole.config.n_layers)

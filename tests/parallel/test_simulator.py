@@ -47,6 +47,7 @@ def check(arrivals: list[Arrival], traces: list[RankTrace]) -> None:
     assert all(trace.agreed == traces[0].agreed for trace in traces)
     ran = [(StepKind.PREFILL, StepKind.EMPTY_PREFILL), (StepKind.DECODE, StepKind.IDLE)]
     for trace in traces:
+        assert trace.shapes == traces[0].shapes
         assert len(trace.kinds) == len(traces[0].kinds)
         for kind, other in zip(trace.kinds, traces[0].kinds, strict=True):
             assert any(kind in pair and other in pair for pair in ran), "a prefill here, a decode step there"

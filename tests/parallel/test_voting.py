@@ -13,7 +13,7 @@ STATES = [(0, 0, 0), (0, 0, 1), (0, 2, 1), (1, 0, 1), (1, 3, 1)]
 
 
 def ballots(states: tuple[tuple[int, int, int], ...]) -> list[Ballot]:
-    return [Ballot(4, 9, *state) for state in states]
+    return [Ballot(4, 9, wants, decodable, 5 * decodable, has_work) for wants, decodable, has_work in states]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -62,7 +62,7 @@ def test_no_prefill_comes_before_its_interval_while_anybody_decodes() -> None:
 
 
 def test_ranks_at_different_iterations_or_placements_are_an_error() -> None:
-    one = Ballot(4, 9, 0, 0, 1)
+    one = Ballot(4, 9, 0, 0, 0, 1)
     check_ballots([one, one])
     with pytest.raises(AgreementError, match=r"iteration: \{0: 4, 1: 5\}"):
         check_ballots([one, one._replace(iteration=5)])
