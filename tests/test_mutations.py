@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import deepinfer.model.attention
 import deepinfer.model.block
 import deepinfer.model.hyper_connection
+import deepinfer.model.indexer
+import deepinfer.ops.index_scores
 from deepinfer.model.attention import Attention
 from deepinfer.model.block import Block
 from deepinfer.model.draft import DraftAttention
@@ -153,7 +155,11 @@ def transposed_comb(model: Transformer, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_relu(model: Transformer, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Indexer, "_combine", staticmethod(lambda dots, weights: (dots * weights[:, :, None]).sum(dim=1)))
+    def weigh_all(dots: Tensor, weights: Tensor) -> Tensor:
+        return (dots * weights[:, :, None]).sum(dim=1)
+
+    for module in (deepinfer.model.indexer, deepinfer.ops.index_scores):
+        patch.setattr(module, "weigh_dots", weigh_all)
 
 
 def no_engram(model: Transformer, patch: pytest.MonkeyPatch) -> None:
