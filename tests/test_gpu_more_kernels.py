@@ -288,6 +288,40 @@ def test_index_scores_are_those_of_the_module() -> None:
     assert largest <= 2.0**-5
 
 
+@pytest.mark.parametrize(
+    ("heads", "channels", "window", "entries"), [(64, 512, 128, 512), (8, 64, 64, 64), (3, 32, 77, 0), (20, 128, 30, 700)]
+)
+def test_a_list_that_lies_in_three_places_is_attended_as_its_copy(heads: int, channels: int, window: int, entries: int) -> None:
+    from deepinfer.ops.triton_kernels import attention
+
+    def rows(count: int) -> Tensor:
+        return torch.randn(count, channels, device="cuda").bfloat16()
+
+    own, ring, pool = rows(ROWS), rows(700), rows(5000)
+    q, sink = torch.randn(ROWS, heads, channels, device="cuda").bfloat16(), torch.randn(heads, device="cuda")
+    is_own = torch.rand(ROWS, window, device="cuda") < 0.5
+    near = torch.where(is_own, torch.randint(ROWS, is_own.shape, device="cuda"), torch.randint(700, is_own.shape, device="cuda"))
+    far = torch.randint(5000, (ROWS, entries), device="cuda")
+    visible = torch.rand(ROWS, window + entries, device="cuda") < 0.7
+    visible[2], visible[3, 1:] = False, False
+    # What nobody sees may hold anything.
+    visible[:, :window] &= is_own | (near != 5)
+    visible[:, window:] &= far != 8
+    ring[5], pool[8] = float("nan"), float("nan")
+    listed = torch.cat((torch.where(is_own[:, :, None], own[near.clamp(max=ROWS - 1)], ring[near]), pool[far]), dim=1)
+    places = torch.cat((near, far), dim=1).int()
+
+    def run(part: slice) -> Tensor:
+        return attention.attend_in_place(q[part], own, ring, pool, places[part], is_own[part], visible[part], sink, channels**-0.5)
+
+    whole = run(slice(None))
+    assert torch.equal(whole, attention.attend(q, listed, visible, sink, channels**-0.5))
+    for count in COUNTS:
+        assert torch.equal(run(slice(count)), whole[:count]), count
+    assert not whole.isnan().any()
+    assert not whole[2].any()
+
+
 def score_rows(dtype: torch.dtype, count: int) -> Tensor:
     """Scores of both signs with many ties, zeros of both signs, infinities, numbers that are none, and rows of nothing else."""
     scores = (torch.randn(40, count, device="cuda") * 8).round() / 8

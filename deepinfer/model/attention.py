@@ -9,7 +9,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model.cache import ALL_ROWS, LayerCache, look_back, store_latest, window_positions
+from deepinfer.model.cache import ALL_ROWS, LayerCache, look_back, store_latest, window_places, window_positions
 from deepinfer.model.compressor import Compressor
 from deepinfer.model.indexer import Indexer, Shared
 from deepinfer.model.linear import Linear
@@ -122,11 +122,30 @@ class Attention(nn.Module):
         self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
     ) -> Float[Tensor, "T H Dh"]:
         """Attend over each row's list: the window oldest first, then the selected entries in ascending order."""
+        if self.numerics.ops.attend_in_place is not None:
+            return self._attend_in_place(q, kv, rows, shared, cache)
         # A compiler wants no loop over rows; it serves steps of bounded size.
         count = q.shape[0]
         parts = [ALL_ROWS] if self.numerics.ops.static_shapes else [slice(i, i + ATTEND_ROWS) for i in range(0, count, ATTEND_ROWS)]
         results = [self._attend_rows(part, q, kv, rows, shared, cache) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _attend_in_place(
+        self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
+    ) -> Float[Tensor, "T H Dh"]:
+        """The same over where the list's vectors lie, without a copy of them."""
+        attend = self.numerics.ops.attend_in_place
+        assert attend is not None
+        keys, seen = window_positions(rows.positions, self.config.window_size, rows.first_keys)
+        window = window_places(rows, cache.ring.shape[1], keys)
+        places = torch.where(window.is_own, window.own, window.ring)
+        ring = pool = cache.ring.flatten(0, 1)
+        if self.ratio:
+            assert shared.pool is not None
+            assert shared.selected is not None
+            places = torch.cat((places, shared.pool.addresses(rows, shared.selected)), dim=1)
+            seen, pool = torch.cat((seen, shared.selected >= 0), dim=1), shared.pool.entries
+        return attend(q, kv, ring, pool, places.int(), window.is_own, seen, self.attn_sink, self.config.scale)
 
     def _attend_rows(
         self, part: slice, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache

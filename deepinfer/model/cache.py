@@ -156,6 +156,27 @@ class ModelCache:
         return [*self.rings, *pools, *self.pending.values(), self.history]
 
 
+class WindowPlaces(NamedTuple):
+    """Where the vectors of some key positions lie: in this step's own rows where it has them, else in the ring."""
+
+    is_own: Bool[Tensor, "t W"]
+    own: Int[Tensor, "t W"]  # row of the step
+    ring: Int[Tensor, "t W"]  # row of the ring, of all slots behind each other
+
+
+def window_places(rows: Rows, ring_rows: int, key_positions: Int[Tensor, "T W"], part: slice = ALL_ROWS) -> WindowPlaces:
+    """Places of `key_positions` for the sequences of rows `part`. Positions before 0 or after the row give some place.
+
+    Reading the own rows directly lets a chunk be longer than the ring.
+    """
+    key_positions = key_positions[part]
+    distance = rows.positions[part, None] - key_positions
+    is_own = (distance >= 0) & (distance <= rows.offsets[part, None])
+    row_ids = torch.arange(rows.positions.shape[0], device=key_positions.device)[part, None]
+    own = (row_ids - distance.clamp(min=0)).clamp(min=0)
+    return WindowPlaces(is_own, own, rows.row_slots[part, None] * ring_rows + key_positions.clamp(min=0) % ring_rows)
+
+
 def look_back(
     rows: Rows,
     own: Shaped[Tensor, "T ..."],
@@ -163,18 +184,10 @@ def look_back(
     key_positions: Int[Tensor, "T W"],
     part: slice = ALL_ROWS,
 ) -> Shaped[Tensor, "t W ..."]:
-    """Vectors at `key_positions` of the sequences of rows `part`: from this step's own rows where it has them, else the ring.
-
-    Reading the own rows directly lets a chunk be longer than the ring. Positions before 0 or after the row give garbage that
-    the caller must mask.
-    """
-    key_positions = key_positions[part]
-    distance = rows.positions[part, None] - key_positions
-    is_own = (distance >= 0) & (distance <= rows.offsets[part, None])
-    row_ids = torch.arange(rows.positions.shape[0], device=own.device)[part, None]
-    from_own = own[(row_ids - distance.clamp(min=0)).clamp(min=0)]
-    from_ring = ring[rows.row_slots[part, None], key_positions.clamp(min=0) % ring.shape[1]]
-    return torch.where(is_own.view(*is_own.shape, *([1] * (own.dim() - 1))), from_own, from_ring)
+    """Vectors at `key_positions` of the sequences of rows `part`; garbage, which the caller must mask, where there are none."""
+    places = window_places(rows, ring.shape[1], key_positions, part)
+    is_own = places.is_own.view(*places.is_own.shape, *([1] * (own.dim() - 1)))
+    return torch.where(is_own, own[places.own], ring.flatten(0, 1)[places.ring])
 
 
 def store_latest(rows: Rows, own: Shaped[Tensor, "T ..."], ring: Shaped[Tensor, "slots R ..."]) -> None:

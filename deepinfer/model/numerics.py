@@ -87,6 +87,26 @@ class AttendFn(Protocol):
     ) -> Float[Tensor, "T H Dh"]: ...
 
 
+class AttendInPlaceFn(Protocol):
+    """`attend` over a list that is not gathered.
+
+    `places` are rows of `own` or of `ring` for the window's places, as `is_own` says, and rows of `pool` behind them.
+    """
+
+    def __call__(
+        self,
+        q: Float[Tensor, "T H Dh"],
+        own: Float[Tensor, "T Dh"],
+        ring: Float[Tensor, "R Dh"],
+        pool: Float[Tensor, "P Dh"],
+        places: Int[Tensor, "T S"],
+        is_own: Bool[Tensor, "T W"],
+        visible: Bool[Tensor, "T S"],
+        sink: Float[Tensor, " H"],
+        scale: float,
+    ) -> Float[Tensor, "T H Dh"]: ...
+
+
 class LinearFn(Protocol):
     """See `deepinfer.model.plain_forms.linear`."""
 
@@ -183,6 +203,7 @@ class Ops:
     combine: CombineFn = plain_forms.combine
     select_entries: SelectEntriesFn = select_entries
     candidate_mask: CandidateMaskFn = candidate_mask
+    attend_in_place: AttendInPlaceFn | None = None
     float32_linear: Float32LinearFn | None = None
     hyper_mix: HyperMixFn | None = None
     index_scores: IndexScoresFn | None = None
@@ -242,6 +263,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         experts=triton_forms.experts,
         combine=triton_forms.combine,
         attend=triton_forms.attend,
+        attend_in_place=triton_forms.attend_in_place,
         float32_linear=triton_forms.float32_linear,
         hyper_mix=triton_forms.hyper_mix,
         index_scores=triton_forms.index_scores,

@@ -111,6 +111,26 @@ def attend(
     return attention.attend(q, kv, visible, sink, scale)
 
 
+def attend_in_place(
+    q: Float[Tensor, "T H Dh"],
+    own: Float[Tensor, "T Dh"],
+    ring: Float[Tensor, "R Dh"],
+    pool: Float[Tensor, "P Dh"],
+    places: Int[Tensor, "T S"],
+    is_own: Bool[Tensor, "T W"],
+    visible: Bool[Tensor, "T S"],
+    sink: Float[Tensor, " H"],
+    scale: float,
+) -> Float[Tensor, "T H Dh"]:
+    """One launch, and one that merges chunks of long lists; the plain form of a gathered list for channels that no kernel takes."""
+    if _is_tile(q.shape[2]):
+        return attention.attend_in_place(q, own, ring, pool, places, is_own, visible, sink, scale)
+    window, entries = places.split((is_own.shape[1], places.shape[1] - is_own.shape[1]), dim=1)
+    limit = own.shape[0] - 1  # a row of the ring need not be one of the step
+    listed = torch.where(is_own[:, :, None], own[window.clamp(max=limit)], ring[window.masked_fill(is_own, 0)])
+    return plain_attend(q, torch.cat((listed, pool[entries]), dim=1), visible, sink, scale)
+
+
 def float32_linear(x: Float[Tensor, "T K"], matrix: "Float32Linear", numerics: "Numerics") -> Float[Tensor, "T N"]:
     """bfloat16 weights as they are stored."""
     return float32.float32_linear(x, matrix.weight)

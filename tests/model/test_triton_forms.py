@@ -116,7 +116,7 @@ def _stand_ins() -> None:
     float32_linear.float32_linear.register_kernel("cpu", lambda x, w: matmul(x, w.to(x.dtype)).float())
     routing.combine_experts.register_kernel("cpu", lambda outputs, ids, pdl=True: combine(outputs, ids))
     # Of these only the shapes matter here.
-    attention.attend.register_kernel("cpu", lambda q, kv, visible, sink, scale: torch.zeros_like(q))
+    attention.attend_in_place.register_kernel("cpu", lambda q, *others: torch.zeros_like(q))
     hyper_mix.hyper_mix.register_kernel("cpu", mix)
     index_scores.index_scores.register_kernel("cpu", score)
     route.route.register_kernel("cpu", choose)
@@ -216,3 +216,19 @@ def test_layers_over_the_kernels_are_compiled_once_for_every_number_of_rows(batc
     assert compilation_count() == count
     # Both halves of every kind of layer, and the little that runs between layers.
     assert count - before < 25
+
+
+def test_a_list_that_lies_in_three_places_is_attended_as_its_copy_where_no_kernel_takes_its_channels() -> None:
+    from deepinfer.model.triton_forms import attend_in_place
+    from deepinfer.ops.attend import attend
+
+    own, ring, pool, q = torch.randn(5, 48), torch.randn(30, 48), torch.randn(40, 48), torch.randn(5, 3, 48)
+    is_own = torch.rand(5, 8) < 0.5
+    near, far = torch.where(is_own, torch.randint(5, (5, 8)), torch.randint(30, (5, 8))), torch.randint(40, (5, 6))
+    visible, sink = torch.rand(5, 14) < 0.7, torch.randn(3)
+    window = [
+        torch.stack([(own if mine else ring)[i] for mine, i in zip(*row, strict=True)]) for row in zip(is_own, near, strict=True)
+    ]
+    listed = torch.cat((torch.stack(window), pool[far]), dim=1)
+    observed = attend_in_place(q, own, ring, pool, torch.cat((near, far), dim=1).int(), is_own, visible, sink, 0.2)
+    assert torch.equal(observed, attend(q, listed, visible, sink, 0.2))

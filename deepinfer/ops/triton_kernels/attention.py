@@ -1,10 +1,12 @@
-"""Attention over each row's own list of key-value rows: chunks of the list in parallel, then one merge.
+"""Attention over each row's own list of key-value rows, read where they lie: chunks of the list in parallel, then one merge.
 
-The plain twin is `ops/attend.py`. There the running maximum moves every 64 places, here every chunk has its own and the chunks are
-merged in order; probabilities are rounded to the activations' dtype before the value product in both. Chunks are fixed, so a
-row's bits do not depend on its company.
+The plain twin is `ops/attend.py` over a gathered copy of the list. There the running maximum moves every 64 places, here every
+chunk has its own and the chunks are merged in order; probabilities are rounded to the activations' dtype before the value product
+in both. Chunks are fixed, so a row's bits do not depend on its company.
 
-Legend: T rows, H heads, S places, D channels, C chunks of places.
+A place of the window is a row of this step (`own`) or of the ring, every other place a row of the pool of entries.
+
+Legend: T rows, H heads, S places, W places of the window, D channels, C chunks of places.
 """
 
 import torch
@@ -12,21 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 128  # places of one program
+CHUNK = 320  # places of one program
 PLACES = 64  # places of one product
-HEADS = 16  # heads of one program
+MOST_HEADS = 64  # of one program
 ROWS_AT_ONCE = 256  # bounds the memory of the chunks' results
 
 
 @triton.jit
 def chunk_kernel(
-    q_ptr,
-    kv_ptr,
-    visible_ptr,
-    out_ptr,
+    q_ptr,  # [T, H, D]
+    own_ptr,
+    ring_ptr,
+    pool_ptr,  # [*, D] each
+    places_ptr,  # int32 [T, S], rows of one of the three
+    is_own_ptr,  # bool [T, W]
+    visible_ptr,  # bool [T, S]
+    sink_ptr,
+    result_ptr,  # [T, H, D]
+    out_ptr,  # float32 [T, C, H, D]
     maximum_ptr,
-    sum_ptr,
+    sum_ptr,  # float32 [T, C, H]
     S,
+    W,
     scale,
     chunks,
     H: tl.constexpr,
@@ -34,8 +43,9 @@ def chunk_kernel(
     CHUNK: tl.constexpr,
     PLACES: tl.constexpr,
     HEADS: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
-    """Unnormalised values, maximum and sum of one row, some heads and one chunk."""
+    """Unnormalised values, maximum and sum of one row, some heads and one chunk; the result itself if the chunk is the only one."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     chunk = tl.program_id(2)
@@ -44,10 +54,13 @@ def chunk_kernel(
     maximum = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     values = tl.zeros((HEADS, D), tl.float32)
-    for start in range(0, CHUNK, PLACES):
-        place = chunk * CHUNK + start + tl.arange(0, PLACES)
+    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, S), PLACES):
+        place = start + tl.arange(0, PLACES)
         seen = tl.load(visible_ptr + row * S + place, mask=place < S, other=0) != 0
-        kv = tl.load(kv_ptr + (row * S + place[:, None]) * D + d[None, :], mask=seen[:, None], other=0.0)
+        is_own = tl.load(is_own_ptr + row * W + place, mask=place < W, other=0) != 0
+        at = tl.load(places_ptr + row * S + place, mask=seen, other=0).to(tl.int64) * D
+        source = tl.where(place < W, tl.where(is_own, own_ptr + at, ring_ptr + at), pool_ptr + at)
+        kv = tl.load(source[:, None] + d[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
@@ -56,10 +69,15 @@ def chunk_kernel(
         total = total * decay + tl.sum(probabilities, 1)
         values = values * decay[:, None] + tl.dot(probabilities.to(kv.dtype), kv, input_precision="ieee")
         maximum = higher
-    place = (row * chunks + chunk) * H + head
-    tl.store(out_ptr + place[:, None] * D + d[None, :], values, mask=head[:, None] < H)
-    tl.store(maximum_ptr + place, maximum, mask=head < H)
-    tl.store(sum_ptr + place, total, mask=head < H)
+    if SINGLE:
+        total += tl.exp(tl.load(sink_ptr + head, mask=head < H, other=0.0) - maximum)
+        result = (values / total[:, None]).to(result_ptr.dtype.element_ty)
+        tl.store(result_ptr + (row * H + head[:, None]) * D + d[None, :], result, mask=head[:, None] < H)
+    else:
+        part = (row * chunks + chunk) * H + head
+        tl.store(out_ptr + part[:, None] * D + d[None, :], values, mask=head[:, None] < H)
+        tl.store(maximum_ptr + part, maximum, mask=head < H)
+        tl.store(sum_ptr + part, total, mask=head < H)
 
 
 @triton.jit
@@ -83,43 +101,73 @@ def merge_kernel(out_ptr, maximum_ptr, sum_ptr, sink_ptr, result_ptr, chunks, H:
     tl.store(result_ptr + (row * H + head) * D + d, (values / total).to(result_ptr.dtype.element_ty))
 
 
-@torch.library.custom_op("deepinfer::attend", mutates_args=(), device_types="cuda")
-def attend(q: Tensor, kv: Tensor, visible: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """As `deepinfer.ops.attend.attend`: q `[T, H, D]`, kv `[T, S, D]`, visible `[T, S]`, sink `[H]`; D is a power of two."""
+@torch.library.custom_op("deepinfer::attend_in_place", mutates_args=(), device_types="cuda")
+def attend_in_place(
+    q: Tensor, own: Tensor, ring: Tensor, pool: Tensor, places: Tensor, is_own: Tensor, visible: Tensor, sink: Tensor, scale: float
+) -> Tensor:
+    """As `deepinfer.ops.attend.attend` over a list that is not gathered: `[T, H, D]` in the dtype of `q`; D is a power of two.
+
+    Args:
+        own, ring, pool: `[*, D]` each, in the dtype of `q`.
+        places: int32 `[T, S]`: of the first W places rows of `own` or of `ring`, of the others rows of `pool`.
+        is_own: bool `[T, W]`.
+        visible: bool `[T, S]`; what is not may stand anywhere.
+    """
     t, h, d = q.shape
-    s = kv.shape[1]
+    s, w = places.shape[1], is_own.shape[1]
     result = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
-    chunks = triton.cdiv(s, CHUNK)
-    q, kv, visible = q.contiguous(), kv.contiguous(), visible.contiguous()
-    most = min(t, ROWS_AT_ONCE)
+    chunks = max(triton.cdiv(s, CHUNK), 1)
+    heads = min(max(triton.next_power_of_2(h), 16), MOST_HEADS)
+    q, own, ring, pool = (x.contiguous() for x in (q, own, ring, pool))
+    places, is_own, visible = (x.contiguous() for x in (places, is_own, visible))
+    most = min(t, ROWS_AT_ONCE) if chunks > 1 else 0
     out = torch.empty(most, chunks, h, d, device=q.device)
     maximum, total = (torch.empty(most, chunks, h, device=q.device) for _ in range(2))
-    for start in range(0, t, ROWS_AT_ONCE):
-        part = slice(start, start + ROWS_AT_ONCE)
+    rows_at_once = ROWS_AT_ONCE if chunks > 1 else max(t, 1)
+    for start in range(0, t, rows_at_once):
+        part = slice(start, start + rows_at_once)
         rows = q[part].shape[0]
-        grid = (rows, triton.cdiv(h, HEADS), chunks)
-        chunk_kernel[grid](
+        chunk_kernel[(rows, triton.cdiv(h, heads), chunks)](
             q[part],
-            kv[part],
+            own,
+            ring,
+            pool,
+            places[part],
+            is_own[part],
             visible[part],
+            sink,
+            result[part],
             out,
             maximum,
             total,
             s,
+            w,
             scale,
             chunks,
             h,
             d,
             CHUNK,
             PLACES,
-            HEADS,
-            num_warps=4,
-            num_stages=1,
+            heads,
+            chunks == 1,
+            num_warps=8 if heads * d > 16384 else 4,
+            num_stages=2 if d <= 512 else 1,
         )
-        merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, num_warps=4)
+        if chunks > 1:
+            merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, num_warps=4)
     return result
 
 
-@attend.register_fake
-def _(q: Tensor, kv: Tensor, visible: Tensor, sink: Tensor, scale: float) -> Tensor:
+@attend_in_place.register_fake
+def _(
+    q: Tensor, own: Tensor, ring: Tensor, pool: Tensor, places: Tensor, is_own: Tensor, visible: Tensor, sink: Tensor, scale: float
+) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def attend(q: Tensor, kv: Tensor, visible: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """As `deepinfer.ops.attend.attend`: q `[T, H, D]`, kv `[T, S, D]`, visible `[T, S]`, sink `[H]`; D is a power of two."""
+    t, s, _ = kv.shape
+    places = torch.arange(t * s, dtype=torch.int32, device=kv.device).view(t, s)
+    flat = kv.flatten(0, 1)
+    return attend_in_place(q, flat, flat, flat, places, visible[:, :0], visible, sink, scale)
