@@ -6,10 +6,7 @@ and beside other coroutines, and no caller can starve it.
 
 import asyncio
 import concurrent.futures
-import hashlib
 import logging
-import threading
-import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
@@ -28,7 +25,7 @@ from deepinfer.checkpoint.load import default_device, load_model
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.engine_config import EngineConfig
 from deepinfer.engine_thread import EngineThread, Sink, with_outputs
-from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, PromptTooLong, Rejected
+from deepinfer.errors import ConfigError, DeepInferError, EngineClosed, Rejected
 from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import RequestOutput
@@ -38,15 +35,12 @@ from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_engine import GroupEngineCore, Submission, check_supported, load_share, local_device, open_core
 from deepinfer.parallel.hand_over import RequestState, check_fits, first_token_only
 from deepinfer.parallel.ranks import Ranks
-from deepinfer.prompts import Prompt, to_token_ids
+from deepinfer.prompts import Prompt
+from deepinfer.request_builder import RequestBuilder
 from deepinfer.runtime.device import open_device
 from deepinfer.runtime.engine_core import EngineCore, EngineStats
 from deepinfer.runtime.request import Request
-from deepinfer.sampling_checks import check_sampling, check_something_can_be_drawn, tokenize_bad_words
-from deepinfer.sampling_params import SamplingParams, shown
-from deepinfer.structured.compiler import GrammarCompiler
-from deepinfer.structured.grammar import Grammar
-from deepinfer.structured_outputs import StructuredOutputs
+from deepinfer.sampling_params import SamplingParams
 from deepinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,14 +66,12 @@ class LLMEngine(ChatMixin):
     ) -> None:
         tokenizer.check_against(model.config)
         self.name, self.tokenizer, self.config = name, tokenizer, config or EngineConfig()
-        self._request_count = 0
-        self._count_lock = threading.Lock()
-        self._grammars = GrammarCompiler(tokenizer, model.config.eos_token_id)
+        self._requests = RequestBuilder(tokenizer, self.config, model.config.eos_token_id)
         core = open_core(model, tokenizer, self.config, open_device(model.device), balance, context_ranks)
         self._thread = EngineThread(core)
         # An engine that is dropped without `close`, or that the program leaves open, ends as well.
         weakref.finalize(self, self._thread.close)
-        weakref.finalize(self, self._grammars.close)
+        weakref.finalize(self, self._requests.close)
 
     @classmethod
     def from_pretrained(cls, path_or_preset: Path | str, **config: Any) -> Self:
@@ -148,19 +140,9 @@ class LLMEngine(ChatMixin):
             `outputs`, in which what failed has `finish_reason` "error", and `prompt_index`.
         """
         self._check_role("generate", Role.NORMAL)
-        requests = self._prompt_requests(prompts, sampling_params)
+        requests = self._requests.build(self._thread.core, prompts, sampling_params)
         outputs = self._run(self._share(requests), _submit_all, use_tqdm)
         return self._collect(outputs, len(requests))
-
-    def _prompt_requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """One request for each prompt, a single prompt included."""
-        single = isinstance(prompts, str | bytes | dict) or (
-            isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
-        )
-        if not single and not isinstance(prompts, Sequence):
-            raise Rejected(f"prompts: expected a text, a list of token ids or a list of prompts, got {type(prompts).__name__}")
-        batch: Any = [prompts] if single else prompts
-        return self._requests(batch, sampling_params)
 
     def prefill(
         self,
@@ -177,7 +159,7 @@ class LLMEngine(ChatMixin):
         Raises: as `generate`; Rejected for `n` other than 1, structured outputs, and whatever returns something of prompt tokens.
         """
         self._check_role("prefill", Role.PREFILL)
-        requests = self._prompt_requests(prompts, sampling_params)
+        requests = self._requests.build(self._thread.core, prompts, sampling_params)
         if any(request.params.n != 1 for request in requests):
             raise Rejected("prefill takes n = 1: give a prompt several times, with seeds of its own")
         if any(request.grammar is not None or request.params.needs_every_row for request in requests):
@@ -200,7 +182,7 @@ class LLMEngine(ChatMixin):
         for state in states:
             check_fits(state, self.model, limits.num_speculative_tokens)
             limits.check_fits(state.request, f"request {state.request.request_id}")
-        renamed = [replace(state, request=replace(state.request, request_id=str(self._next_count()))) for state in states]
+        renamed = [replace(state, request=replace(state.request, request_id=str(self._requests.next_count()))) for state in states]
         own = self._share(renamed)
         outputs = self._run([state.request for state in own], partial(_resume_all, own), use_tqdm)
         return self._collect(outputs, len(renamed))
@@ -259,8 +241,8 @@ class LLMEngine(ChatMixin):
         if isinstance(self._thread.core, GroupEngineCore):
             raise Rejected("stream and agenerate serve one process; on several ranks all of them call generate")
         self._check_role("stream", Role.NORMAL)
-        await self._wait_for_grammar(sampling_params)
-        (request,) = self._requests([prompt], sampling_params)
+        await self._requests.wait_for_grammar(sampling_params)
+        (request,) = self._requests.build_each(self._thread.core, [prompt], sampling_params)
         sink = Sink(asyncio.get_running_loop())
         try:
             await asyncio.wrap_future(self._thread.ask(lambda core: _submit_all(core, [request], [sink])))
@@ -281,104 +263,6 @@ class LLMEngine(ChatMixin):
                 if output.finished:
                     return output
         raise EngineClosed("the engine was closed")
-
-    def _requests(self, prompts: Sequence[Any], sampling_params: Any) -> list[Request]:
-        """Validate everything before anything is queued."""
-        core = self._thread.core
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        elif isinstance(sampling_params, Sequence):
-            params = list(sampling_params)
-        else:
-            raise Rejected(f"sampling_params: expected SamplingParams or a list of them, got {type(sampling_params).__name__}")
-        if len(params) != len(prompts):
-            raise Rejected(f"sampling_params: {len(params)} for {len(prompts)} prompts; give one for all or one for each")
-        for p in params:
-            if isinstance(p, SamplingParams) and p.form is not None:
-                self._compile(p.form)  # all of them at once, in the background
-        requests = []
-        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                requests.append(self._request(core, index, prompt, p))
-            except DeepInferError as error:
-                error.prompt_index = index
-                raise
-        return requests
-
-    def _request(self, core: EngineCore, index: int, prompt: Prompt, params: Any) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise Rejected(f"sampling_params of prompt {index}: expected SamplingParams, got {type(params).__name__}")
-        config, longest = core.worker.model.config, core.limits.max_model_len
-        text, token_ids = to_token_ids(prompt, index, self.tokenizer, config)
-        if len(token_ids) >= longest:
-            raise PromptTooLong(f"prompt {index} has {len(token_ids)} tokens; the longest sequence is {longest}, output included")
-        check_sampling(params, f"prompt {index}", config.vocab_size, self.config.max_logprobs)
-        bad_words = tokenize_bad_words(params, self.tokenizer)
-        room = longest - len(token_ids)
-        max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        grammar = self._grammar(index, params, max_new_tokens)
-        count = self._next_count()
-        eos = () if params.ignore_eos else (config.eos_token_id,)
-        request = Request(
-            request_id=str(count),
-            prompt=text,
-            prompt_token_ids=tuple(token_ids),
-            params=params,
-            max_new_tokens=max_new_tokens,
-            seed=_drawn_seed(self.config.seed, count) if params.seed is None else params.seed,
-            eos_token_id=config.eos_token_id,
-            stop_token_ids=frozenset((*eos, *params.stop_token_ids)),
-            arrival_s=time.monotonic(),
-            bad_words=bad_words,
-            grammar=grammar,
-        )
-        check_something_can_be_drawn(request, f"prompt {index}", config.vocab_size)
-        is_prefill = self.config.parallel.role == Role.PREFILL
-        core.limits.check_fits(first_token_only(request) if is_prefill else request, f"prompt {index}")
-        return request
-
-    def _next_count(self) -> int:
-        with self._count_lock:
-            self._request_count += 1
-            return self._request_count
-
-    async def _wait_for_grammar(self, params: Any) -> None:
-        """Let other coroutines run until a grammar has been compiled, well or not."""
-        if isinstance(params, SamplingParams) and params.form is not None:
-            # The compilation is shared: whoever is cancelled leaves it to the others.
-            compiled = asyncio.shield(asyncio.wrap_future(self._compile(params.form)))
-            await asyncio.wait([compiled])
-            if not compiled.cancelled():
-                compiled.exception()  # `_grammar` raises it, naming the prompt
-
-    def _compile(self, form: StructuredOutputs) -> "concurrent.futures.Future[Grammar]":
-        """Start compiling a form, or find it compiled. Raises MissingExtra, EngineClosed."""
-        try:
-            return self._grammars.compile(form)
-        except RuntimeError:  # its threads have gone
-            raise EngineClosed("the engine was closed") from None
-
-    def _grammar(self, index: int, params: SamplingParams, max_new_tokens: int) -> Grammar | None:
-        """The grammar of a prompt. Raises Rejected, naming the prompt, if it is malformed or no text fits the limit."""
-        form = params.form
-        if form is None:
-            return None
-        vocab_size = len(self.tokenizer)
-        if any(token >= vocab_size for token in form.reasoning_end):
-            raise Rejected(f"reasoning_end of prompt {index}: {shown(form.reasoning_end)}: the vocabulary is [0, {vocab_size})")
-        try:
-            grammar = self._compile(form).result()
-        except Rejected as error:
-            raise Rejected(f"prompt {index}: {error}") from None
-        except concurrent.futures.CancelledError:
-            raise EngineClosed("the engine was closed while a grammar was compiled") from None
-        needed = grammar.fewest_tokens + len(form.reasoning_end)
-        if needed > max_new_tokens:
-            raise Rejected(
-                f"structured_outputs of prompt {index}: the shortest text of this form takes at least {needed} tokens, "
-                f"max_tokens and the model's length leave {max_new_tokens}"
-            )
-        return grammar
 
     # ---- control ------------------------------------------------------------------------------------------------------
 
@@ -412,7 +296,7 @@ class LLMEngine(ChatMixin):
     def close(self) -> None:
         """Stop the loop and free the model; running requests end with `EngineClosed`. Safe to call twice."""
         self._thread.close()
-        self._grammars.close()
+        self._requests.close()
 
     def __enter__(self) -> Self:
         return self
@@ -458,12 +342,6 @@ async def _take_states(core: EngineCore, requests: list[Request]) -> list[Reques
 async def _abort_all(core: EngineCore, requests: list[Request]) -> None:
     for request in requests:
         core.abort(request.request_id)
-
-
-def _drawn_seed(engine_seed: int, count: int) -> int:
-    """The seed of a request that brings none. Far from its neighbours', because completions count up from it."""
-    digest = hashlib.blake2b(f"{engine_seed}/{count}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def _torch_device(name: str | None) -> torch.device:

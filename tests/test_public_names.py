@@ -41,6 +41,7 @@ LAYER_OF = {
     "parallel": "runtime",
     "backends": "engine",
     "engine": "engine",
+    "request_builder": "engine",
     "engine_thread": "engine",
     "training": "tools",
     "bench": "tools",

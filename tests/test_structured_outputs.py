@@ -242,7 +242,7 @@ def test_an_illegal_token_ends_its_request_and_no_other(engine: LLMEngine, monke
             rows[:] = ~rows
 
     bad_form, good_form = StructuredOutputs(regex="a{7}"), StructuredOutputs(regex="b{7}")
-    bad = engine._grammars.compile(bad_form).result()
+    bad = engine._requests.grammars.compile(bad_form).result()
     monkeypatch.setattr(GrammarState, "write_masks", leaky)
 
     async def both() -> list[Any]:

@@ -3,6 +3,7 @@
 Conversations share a system prompt; each turn sends everything so far and some new tokens, and gets an answer.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def measure_trace(model: Transformer, shape: TraceShape) -> Iterator[TraceFigure
             replayed=counters.replayed_tokens / max(counters.looked_up_tokens, 1),
             rows=run.pipeline.scheduler.counters.scheduled_tokens,
             first_token_ms=statistics.median(times),
-            first_token_p90_ms=times[int(0.9 * (len(times) - 1))],
+            first_token_p90_ms=times[math.ceil(0.9 * len(times)) - 1],
             total_s=run.total_s,
             same_text=f"{same}/{len(run.answers)}",
         )
