@@ -41,6 +41,15 @@ class DeepInferError(Exception):
     prompt_index: int | None = None
     outputs: "list[object] | None" = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Copies are made without `__init__`, which may want more than the message.
+        return _remake, (type(self), self.args), self.__dict__
+
+
+def _remake(kind: type[DeepInferError], args: tuple[object, ...]) -> DeepInferError:
+    """An error with that message, to be given its attributes."""
+    return kind.__new__(kind, *args)
+
 
 class ConfigError(DeepInferError):
     """A configuration value or key that cannot be honoured."""

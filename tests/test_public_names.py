@@ -1,6 +1,8 @@
 """What the package promises: its public names, its error tree, and which module may import which."""
 
 import ast
+import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -112,6 +114,22 @@ def test_the_drawn_error_tree_is_the_real_one() -> None:
         if isinstance(value, type) and issubclass(value, Exception)
     }
     assert drawn == real
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ConfigError("one"),
+        errors.PeerLost("rank 0: lost", 0, (1, 2)),
+        errors.RecipeError("messages[1]", "no role"),
+        errors.TensorMismatch("a folder", ["missing"], [], []),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_can_be_copied_and_pickled(error: errors.DeepInferError) -> None:
+    for copied in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(copied) is type(error)
+        assert (str(copied), vars(copied)) == (str(error), vars(error))
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
