@@ -320,6 +320,15 @@ def test_experts_repeat(tokens: int) -> None:
     check_repeats(lambda: case.run(*batch))
 
 
+@pytest.mark.parametrize(("dim", "experts", "tokens"), [(256, 16, 620), (256, 16, 1800), (512, 8, 300)])
+def test_experts_repeat_where_none_has_few_tokens(dim: int, experts: int, tokens: int) -> None:
+    """The launch for experts with few tokens then has nothing to do, and must not let the one behind it overtake."""
+    case, batch = experts_case(dim, 256, experts), routed(tokens, dim, experts)
+    check_repeats(lambda: case.run(*batch))
+    rows = slice(tokens // 3, tokens // 3 + 100)
+    assert torch.equal(case.run(*batch)[rows], case.run(*batch.rows(rows)))
+
+
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_broken_token_stays_in_its_rows_of_the_experts(tokens: int) -> None:
     case, batch = published_experts(), routed(tokens + 1)

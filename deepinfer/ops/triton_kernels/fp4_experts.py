@@ -166,10 +166,14 @@ def fp4_experts_kernel(
     if PDL and UP:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(list_ptr + slot * 4).to(tl.int64)
-    if expert < 0:
-        return
     begin = tl.load(list_ptr + slot * 4 + 1)
     end = tl.load(list_ptr + slot * 4 + 2)
+    if PDL and not UP:
+        # The list is older than the kernel before this one, which waited for it; only the activations are news. Programs
+        # without work wait as well: were all of them without, the kernel behind this one would run before that one's end.
+        tl.extra.cuda.gdc_wait()
+    if expert < 0:
+        return
     if SPLIT and ((end - begin > 8) == (TILES == 1)):
         return
     REPEAT: tl.constexpr = ROWS // 16 // WARPS
@@ -188,9 +192,6 @@ def fp4_experts_kernel(
         scales = scales + tl.arange(0, WARPS * 32)
     else:
         scales = scales + tl.arange(0, WARPS * 32)[:, None] * REPEAT + tl.arange(0, REPEAT)[None, :]
-    if PDL and not UP:
-        # The list is older than the kernel before this one, which waited for it; only the activations are news.
-        tl.extra.cuda.gdc_wait()
     for start in range(begin, end, 8 * TILES):
         token_pass(
             start,

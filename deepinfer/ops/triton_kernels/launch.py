@@ -1,8 +1,9 @@
 """How the kernels are launched one after the other.
 
 Programmatic dependent launch (PDL, compute capability 9 and up) starts a kernel while the one before it drains. A kernel
-launched so waits (`gdc_wait`) before it reads what others wrote; constants such as weights may be read earlier. It lets the next
-one start (`gdc_launch_dependents`) after its loop: earlier, the newcomers would crowd the processors that still work.
+launched so waits (`gdc_wait`) before it reads what others wrote; constants such as weights may be read earlier. Every program
+waits, also one without work: only then does the end of a kernel mean the end of all before it. It lets the next one start
+(`gdc_launch_dependents`) after its loop: earlier, the newcomers would crowd the processors that still work.
 """
 
 from importlib.util import find_spec
