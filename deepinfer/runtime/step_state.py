@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
 from deepinfer.dims import Bool, Float, Int, Tensor
@@ -106,12 +107,13 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
     width = max(table_width(plan, block_size), 1 if padded is None else padded.table_width)
     tokens: list[int] = []
     token_starts: list[int] = []
-    table = torch.full((len(sequences) + pad, width), TRASH_SLOT)
+    # Of numpy, which reads a tuple several times faster: a million tokens have 16,000 blocks.
+    table = np.full((len(sequences) + pad, width), TRASH_SLOT)
     for group, seq in enumerate(sequences):
         token_starts.append(len(tokens))
         tokens += seq.token_ids
         blocks = seq.blocks[:width]
-        table[group, : len(blocks)] = torch.tensor(blocks)
+        table[group, : len(blocks)] = np.fromiter(blocks, np.int64, len(blocks))
     if padded is not None:
         tokens += [0] * (padded.groups + 1 - len(tokens))
 
@@ -130,7 +132,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         draft_budget=torch.tensor([plan.draft_rows], dtype=torch.int64),
         remap=per_group([seq.remap for seq in sequences], NOT_IN_LAST_STEP),
         slots=per_group([seq.slot for seq in sequences], TRASH_SLOT),
-        block_tables=table,
+        block_tables=torch.from_numpy(table),
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
         num_rows=num_rows,
         num_logits=len(sampling) + plan.draft_rows,
