@@ -38,7 +38,7 @@ def _first_token(name: str, config: EngineConfig, folder: Path, timeout_s: float
     environment = os.environ | {variable: str(folder / variable.lower()) for variable in CACHE_VARIABLES}
     # Both processes read the same clock.
     begin = time.time()
-    command = [sys.executable, "-m", "deepinfer.bench.cold_start", name, json.dumps(asdict(config)), str(begin)]
+    command = [sys.executable, "-m", "deepinfer.bench.cold_start", name, as_text(config), str(begin)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
@@ -49,6 +49,16 @@ def _first_token(name: str, config: EngineConfig, folder: Path, timeout_s: float
         raise StepError(f"the process ended with status {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}")
     figures: dict[str, Any] = json.loads(line.removeprefix(MARK))
     return figures | {"process_s": seconds}
+
+
+def as_text(config: EngineConfig) -> str:
+    """A configuration of one process as JSON; `from_text` undoes it."""
+    return json.dumps({name: value for name, value in asdict(config).items() if name != "parallel"})
+
+
+def from_text(text: str) -> EngineConfig:
+    """Undo `as_text`."""
+    return EngineConfig(**json.loads(text))
 
 
 def first_token(name: str, config: EngineConfig, begin: float) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def first_token(name: str, config: EngineConfig, begin: float) -> dict[str, Any]
 def main(arguments: list[str]) -> int:
     """The fresh process: a model's name, a configuration as JSON, when it was started; prints one line with the figures."""
     name, settings, begin = arguments
-    print(MARK + json.dumps(first_token(name, EngineConfig(**json.loads(settings)), float(begin))), flush=True)
+    print(MARK + json.dumps(first_token(name, from_text(settings), float(begin))), flush=True)
     return 0
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from deepinfer.backends import choose_backend
 from deepinfer.bench.bench_model import bench_device, open_model, with_other_backend
-from deepinfer.bench.decode import ROUNDS, release_memory, steady_decode
+from deepinfer.bench.decode import ROUNDS, steady_decode
+from deepinfer.bench.model_holder import release_memory
 from deepinfer.bench.report import Report
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import CapacityError, ConfigError

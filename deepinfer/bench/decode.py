@@ -5,7 +5,6 @@ Which experts the rows choose is observed in one step that runs without graphs a
 """
 
 import asyncio
-import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,10 +13,11 @@ from typing import Any
 
 import torch
 
-from deepinfer.backends import Backend, choose_backend
-from deepinfer.bench.bench_model import bench_device, open_model, weight_bytes, with_other_backend
+from deepinfer.backends import Backend
+from deepinfer.bench.bench_model import weight_bytes
 from deepinfer.bench.ceilings import Ceilings
 from deepinfer.bench.floors import decode_work, expected_active, total
+from deepinfer.bench.model_holder import ModelHolder, release_memory
 from deepinfer.bench.report import Report
 from deepinfer.bench.steady_decode import SteadyDecode
 from deepinfer.engine_config import EngineConfig
@@ -67,7 +67,7 @@ class DecodeFigures:
 
 
 def measure_decode(
-    name: str,
+    holder: ModelHolder,
     config: EngineConfig,
     report: Report,
     *,
@@ -78,7 +78,6 @@ def measure_decode(
     steps: int,
 ) -> None:
     """A row for every combination; depths alternate within one run. Fills `report`, whose ceilings give the floors."""
-    holder = ModelHolder(name)
     for kind in kernels:
         wanted = replace(config, kernels=kind, compile=False if kind == "plain" else config.compile)
         try:
@@ -98,32 +97,6 @@ def measure_decode(
             except (RuntimeError, CapacityError, ConfigError, AssertionError) as error:
                 report.failed(what, error)
             release_memory()
-
-
-class ModelHolder:
-    """One model at a time: the last one is reused where its weights have the right layout, else dropped before the next."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._held: tuple[Transformer, Backend] | None = None
-
-    def open(self, config: EngineConfig) -> tuple[Transformer, Backend]:
-        """The model with the operations that `config` asks for. Raises: ConfigError, CapacityError."""
-        backend = choose_backend(config, bench_device(config))
-        if self._held is not None:
-            model, held = self._held
-            same_precision = model.numerics.precision.name == config.precision
-            if same_precision and held == backend:
-                return self._held
-            if same_precision and held.ops.packs_weights == backend.ops.packs_weights:
-                self._held = with_other_backend(model, backend), backend
-                return self._held
-            self._held = None
-            del model
-        release_memory()
-        torch.compiler.reset()
-        self._held = open_model(self.name, config)
-        return self._held
 
 
 def decode_figures(
@@ -230,13 +203,6 @@ def peak_memory(device: torch.device) -> Iterator[Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     yield lambda: torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-
-
-def release_memory() -> None:
-    """Give back what nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def row_of(figures: Any) -> dict[str, Any]:

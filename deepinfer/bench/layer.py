@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from deepinfer.bench.bench_model import open_model
 from deepinfer.bench.decode import observed_experts, row_of, steady_decode
 from deepinfer.bench.floors import ATTEND, BF16, EXPERTS, FP8, HYPER, INDEX, decode_work
+from deepinfer.bench.model_holder import ModelHolder
 from deepinfer.bench.report import Report
 from deepinfer.engine_config import EngineConfig
 
@@ -62,10 +62,10 @@ def operation_of(kernel: str) -> str:
     return next((name for name, pattern in KERNELS if re.match(pattern, kernel)), REST)
 
 
-def measure_layer(name: str, config: EngineConfig, report: Report, *, batch: int, context: int, steps: int) -> None:
+def measure_layer(holder: ModelHolder, config: EngineConfig, report: Report, *, batch: int, context: int, steps: int) -> None:
     """A row for each operation, the longest first, and one for all of them. Fills `report`."""
     assert report.ceilings is not None
-    model, _ = open_model(name, config)
+    model, _ = holder.open(config)
     run = steady_decode(model, config, batch, context, 1, 3 * steps)
     run.warm_up()
     found = profiled_kernels(run, model.device, steps)

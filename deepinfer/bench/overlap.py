@@ -4,9 +4,16 @@ The two loops alternate in one run on one model. Device time comes from events a
 the wall time of the overlapped loop must be the larger of host and device, not their sum.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepinfer.bench.decode import row_of
+from deepinfer.bench.model_holder import ModelHolder, release_memory
+from deepinfer.bench.report import Report
 from deepinfer.bench.steady_decode import SteadyDecode
+from deepinfer.engine_config import EngineConfig
+from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.model.transformer import Transformer
 
 
@@ -43,11 +50,41 @@ def figures(run: SteadyDecode, steps: int) -> OverlapFigures:
     )
 
 
+def measure_overlap(
+    holder: ModelHolder,
+    config: EngineConfig,
+    report: Report,
+    *,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    delays_ms: Sequence[float],
+    steps: int,
+) -> None:
+    """Both loops for each batch, context and artificial delay of the host; all of a batch and context alternate. Fills `report`."""
+    model, _ = holder.open(config)
+    for batch, context in itertools.product(batches, contexts):
+        what = f"batch {batch}, context {context}"
+        if report.is_over(what):
+            continue
+        try:
+            for row in compare_depths(model, batch, steps=steps, context=context, delays_ms=delays_ms):
+                report.add(row_of(row))
+        except (RuntimeError, CapacityError, ConfigError) as error:
+            report.failed(what, error)
+        release_memory()
+
+
 def compare_depths(
-    model: Transformer, batch: int, *, steps: int = 50, rounds: int = 3, delay_ms: float = 0.0
+    model: Transformer,
+    batch: int,
+    *,
+    steps: int = 50,
+    rounds: int = 3,
+    context: int | None = None,
+    delays_ms: Sequence[float] = (0.0,),
 ) -> list[OverlapFigures]:
-    """Depth 0 and depth 1 on the same model, alternating `rounds` times."""
-    runs = [SteadyDecode(model, batch, depth, steps * rounds, delay_ms) for depth in (0, 1)]
+    """Depth 0 and depth 1 on the same model under each delay, alternating `rounds` times."""
+    runs = [SteadyDecode(model, batch, depth, steps * rounds, delay, context=context) for delay in delays_ms for depth in (0, 1)]
     for run in runs:
         run.warm_up()
     for _ in range(rounds):

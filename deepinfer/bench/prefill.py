@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from deepinfer.bench.bench_model import weight_bytes
 from deepinfer.bench.ceilings import Ceilings
-from deepinfer.bench.decode import ModelHolder, peak_memory, release_memory, row_of
+from deepinfer.bench.decode import peak_memory, row_of
 from deepinfer.bench.floors import prefill_work, total
+from deepinfer.bench.model_holder import ModelHolder, release_memory
 from deepinfer.bench.report import Report
 from deepinfer.bench.steady_decode import BLOCK_SIZE
 from deepinfer.engine_config import EngineConfig
@@ -55,10 +56,9 @@ class PrefillFigures:
 
 
 def measure_prefill(
-    name: str, config: EngineConfig, report: Report, *, kernels: Sizes[str], tokens: Sizes[int], chunks: Sizes[int]
+    holder: ModelHolder, config: EngineConfig, report: Report, *, kernels: Sizes[str], tokens: Sizes[int], chunks: Sizes[int]
 ) -> None:
     """A row for every combination. Fills `report`."""
-    holder = ModelHolder(name)
     for kind in kernels:
         wanted = replace(config, kernels=kind, compile=False if kind == "plain" else config.compile)
         model, backend = holder.open(wanted)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepinfer.bench.decode import release_memory, row_of
+from deepinfer.bench.decode import row_of
+from deepinfer.bench.model_holder import release_memory
 from deepinfer.bench.pipeline import BLOCK_SIZE, Pipeline
 from deepinfer.bench.report import Report
 from deepinfer.errors import CapacityError, ConfigError

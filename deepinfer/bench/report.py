@@ -33,11 +33,13 @@ def check_writable(path: Path | None, option: str) -> None:
 class Report:
     """The table of one measurement.
 
-    `limit_s` is how long new rows may begin: see `is_over`.
+    `limit_s` is how long new rows may begin: see `is_over`. Where several measurements share a report, `part` names the one that
+    adds rows.
     """
 
     def __init__(self, what: str, ceilings: Ceilings | None, path: Path | None = None, limit_s: float | None = None) -> None:
         self.path, self.ceilings = path, ceilings
+        self.part: str | None = None
         self.rows: list[dict[str, Any]] = []
         self._columns: list[str] = []
         self._end = math.inf if limit_s is None else time.monotonic() + limit_s
@@ -72,6 +74,8 @@ class Report:
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row, with the names of the columns if they are new ones, and write the file again."""
+        if self.part is not None:
+            row = {"part": self.part} | row
         if list(row) != self._columns:
             self._columns = list(row)
             print("  ".join(name.rjust(self._width(name)) for name in row))

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from deepinfer.bench.bench_model import bench_tokenizer, open_model
-from deepinfer.bench.decode import release_memory, row_of
+from deepinfer.bench.decode import row_of
+from deepinfer.bench.model_holder import release_memory
 from deepinfer.bench.report import Report
 from deepinfer.engine import LLMEngine
 from deepinfer.engine_config import EngineConfig

@@ -5,7 +5,6 @@ Those of a model measure the machine's own rates first, so that each figure stan
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -80,6 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_replay.add_arguments(replay, positive)
     replay.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
 
+    everything = _model_parser(kinds, "all", "decode, long contexts, operations, overlap, prefill and stored prefixes, in one run")
+    everything.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
+
+    overlap = _model_parser(kinds, "overlap", "steady decode in the plain and the overlapped loop, alternating")
+    overlap.add_argument(
+        "--batch", type=positive, nargs="+", default=[1, 4, 16, 64, 128], help="batch sizes (default 1 4 16 64 128)"
+    )
+    overlap.add_argument("--context", type=positive, nargs="+", default=[64], help="tokens before the step (default 64)")
+    overlap.add_argument("--delay", type=at_least(0, float), nargs="+", default=[0.0], help="artificial host work, ms (default 0)")
+    overlap.add_argument("--steps", type=positive, default=50, help="steps of a stretch; three for each loop (default 50)")
+    overlap.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
+
     compare = _model_parser(kinds, "compare", "steady decode under two configurations, alternating")
     compare.add_argument("first", metavar="A", help="FIELD=VALUE,... of EngineConfig; '' for none")
     compare.add_argument("second", metavar="B", help="the same for the other side, as batch_invariant=true,kernels=triton")
@@ -89,12 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_host_measurements(kinds: Any) -> None:
-    """Scheduler, overlap and timeline: how the host keeps up."""
+    """What the host does, and a picture of it."""
     positive = at_least(1)
     scheduler = kinds.add_parser("scheduler", help="what planning and applying a step cost the host, without a model")
     scheduler.add_argument("--running", type=positive, nargs="+", default=[1, 64, 256, 1024], help="running sequences")
     scheduler.add_argument("--queued", type=at_least(0), default=10_000, help="waiting sequences of the last row (default 10000)")
-    overlap = kinds.add_parser("overlap", help="steady decode in the plain and the overlapped loop, alternating")
     masks = kinds.add_parser("masks", help="what grammars cost a step of steady decode, with and without, alternating")
     timeline = kinds.add_parser("timeline", help="a picture of host and device lanes, as a Chrome trace and a PNG")
     simulate = kinds.add_parser("simulate", help="expert balance and votes of large groups, without a device")
@@ -102,20 +112,16 @@ def _add_host_measurements(kinds: Any) -> None:
     simulate.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default 384)")
     simulate.add_argument("--layers", type=int, default=8, help="layers of the Zipf loads (default 8)")
     simulate.add_argument("--zipf", type=float, nargs="+", default=[0.5, 1.0], help="exponents of the Zipf loads")
-    for kind in (overlap, masks, timeline):
+    for kind in (masks, timeline):
         kind.add_argument("-m", "--model", default="mini", help="a checkpoint folder or a preset's name (default mini)")
         kind.add_argument("--precision", default="native", help="native, float32, float32_kv or bfloat16 (default native)")
         kind.add_argument("--device", help="torch device (default: the accelerator if there is one, else cpu)")
-    overlap.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16, 64, 128], help="batch sizes")
-    overlap.add_argument("--steps", type=positive, default=50, help="steps of a stretch; three for each loop (default 50)")
-    overlap.add_argument(
-        "--delay", type=at_least(0, float), nargs="+", default=[0.0], help="artificial host work for a step, in ms"
-    )
+    timeline.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
     timeline.add_argument("--batch", type=positive, default=16, help="batch size (default 16)")
     masks.add_argument("--batch", type=positive, nargs="+", default=[16], help="batch sizes (default 16)")
     masks.add_argument("--steps", type=positive, default=20, help="steps of a stretch; three stretches each (default 20)")
     timeline.add_argument("-o", "--output", type=Path, default=Path("timeline"), help="path without ending (default timeline)")
-    for kind in (scheduler, overlap, masks, simulate):
+    for kind in (scheduler, masks, simulate):
         kind.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -145,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         return run_timeline(args)
     if args.what == "simulate":
         return run_simulate(args)
-    rows = {"scheduler": scheduler_rows, "overlap": overlap_rows, "masks": masks_rows}[args.what](args)
+    rows = (scheduler_rows if args.what == "scheduler" else masks_rows)(args)
     print_table(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -180,9 +186,10 @@ def _decode(args: argparse.Namespace, config: Any, report: Any) -> None:
     from dataclasses import replace
 
     from deepinfer.bench.decode import measure_decode
+    from deepinfer.bench.model_holder import ModelHolder
 
     measure_decode(
-        args.model,
+        ModelHolder(args.model),
         # A budget that changes from step to step would leave no one floor.
         replace(config, num_speculative_tokens=args.drafts, adaptive_verification=False),
         report,
@@ -212,18 +219,39 @@ def _speculation(args: argparse.Namespace, config: Any, report: Any) -> None:
 
 
 def _prefill(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from deepinfer.bench.model_holder import ModelHolder
     from deepinfer.bench.prefill import measure_prefill
 
-    measure_prefill(args.model, config, report, kernels=args.kernels, tokens=args.tokens, chunks=args.chunk)
+    measure_prefill(ModelHolder(args.model), config, report, kernels=args.kernels, tokens=args.tokens, chunks=args.chunk)
 
 
 def _layer(args: argparse.Namespace, config: Any, report: Any) -> None:
     from dataclasses import replace
 
     from deepinfer.bench.layer import measure_layer
+    from deepinfer.bench.model_holder import ModelHolder
 
     own = replace(config, kernels=args.kernels, num_speculative_tokens=args.drafts, adaptive_verification=False)
-    measure_layer(args.model, own, report, batch=args.batch, context=args.context, steps=args.steps)
+    measure_layer(ModelHolder(args.model), own, report, batch=args.batch, context=args.context, steps=args.steps)
+
+
+def _overlap(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    from deepinfer.bench.model_holder import ModelHolder
+    from deepinfer.bench.overlap import measure_overlap
+
+    own = replace(config, kernels=args.kernels)
+    sizes = {"batches": args.batch, "contexts": args.context, "delays_ms": args.delay, "steps": args.steps}
+    measure_overlap(ModelHolder(args.model), own, report, **sizes)
+
+
+def _all(args: argparse.Namespace, config: Any, report: Any) -> None:
+    from dataclasses import replace
+
+    from deepinfer.bench.everything import measure_all
+
+    measure_all(args.model, replace(config, kernels=args.kernels), report)
 
 
 def _compile(args: argparse.Namespace, config: Any, report: Any) -> None:
@@ -253,6 +281,8 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any, Any], None]] = {
     "speculation": _speculation,
     "prefill": _prefill,
     "layer": _layer,
+    "overlap": _overlap,
+    "all": _all,
     "compile": _compile,
     "replay": _replay,
     "compare": _compare,
@@ -266,27 +296,6 @@ def scheduler_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     costs = [measure_scheduler_cost(running) for running in args.running]
     costs.append(measure_scheduler_cost(64, args.queued))
     return [asdict(cost) | {"total_ms": cost.schedule_ms + cost.apply_ms} for cost in costs]
-
-
-def load(args: argparse.Namespace) -> Any:
-    """The model, with operations whose shapes a graph can record."""
-    from deepinfer.checkpoint.load import load_model
-    from deepinfer.model.numerics import reference_ops
-
-    return load_model(args.model, args.precision, args.device, ops=reference_ops(static_shapes=True))
-
-
-def overlap_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both loops for each batch and delay."""
-    from deepinfer.bench.overlap import compare_depths
-
-    model, rows = load(args), []
-    for batch in args.batch:
-        for delay in args.delay:
-            for figures in compare_depths(model, batch, steps=args.steps, delay_ms=delay):
-                rows.append(asdict(figures) | {"wall_over_device": figures.wall_ms / max(figures.device_ms, 1e-9)})
-            print(json.dumps(rows[-2:]), file=sys.stderr)
-    return rows
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -322,9 +331,11 @@ def masks_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_timeline(args: argparse.Namespace) -> int:
     """Trace both loops and draw them below each other."""
+    from deepinfer.bench.bench_model import open_model
     from deepinfer.bench.timeline import draw_timeline, record_timeline
+    from deepinfer.engine_config import EngineConfig
 
-    model = load(args)
+    model, _ = open_model(args.model, EngineConfig(precision=args.precision, device=args.device, kernels=args.kernels))
     tracers = {f"async_scheduling={depth}, batch {args.batch}": record_timeline(model, args.batch, depth) for depth in (0, 1)}
     for depth, tracer in enumerate(tracers.values()):
         path = args.output.with_name(f"{args.output.name}-depth{depth}.json")

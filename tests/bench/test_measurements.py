@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepinfer.bench.bench_model import bench_tokenizer, check_room, slice_config
+from deepinfer.bench import everything, model_holder
+from deepinfer.bench.bench_model import bench_tokenizer, check_room, open_model, slice_config
 from deepinfer.bench.ceilings import Ceilings
+from deepinfer.bench.cold_start import as_text, from_text
 from deepinfer.bench.compare import parse_settings
 from deepinfer.bench.decode import observed_experts
 from deepinfer.bench.layer import operation_of
@@ -108,6 +110,39 @@ def test_prefill_layer_and_comparison(folder: Path, tmp_path: Path) -> None:
     assert [row["settings"] for row in rows()] == ["(as given)", "async_scheduling=0"]
 
 
+def test_both_loops_under_each_delay(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("--batch", 2, "--context", 20, "--steps", 1, "--delay", 0, 30, "--precision", "bfloat16", "--device", "cpu")
+    assert bench("overlap", "-m", folder, *options, "--json", path) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["depth"], r["host_delay_ms"]) for r in rows] == [(0, 0), (1, 0), (0, 30), (1, 30)]
+    assert all(r["host_ms"] >= r["host_delay_ms"] for r in rows)
+
+
+def test_everything_in_one_run_loads_the_model_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "out.json", []
+    sizes = {
+        "BATCHES": (1, 2),
+        "CONTEXT": 20,
+        "LONG_CONTEXTS": (40, 5000),
+        "DELAYS_MS": (0.0,),
+        "PROMPTS": (150, 200, 5000),
+        "STEPS": 1,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(everything, name, value)
+    monkeypatch.setattr(model_holder, "open_model", lambda *args: opened.append(args) or open_model(*args))
+    assert bench("all", "-m", folder, "--precision", "bfloat16", "--device", "cpu", "--json", path) == 0
+    rows = json.loads(path.read_text())["rows"]
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    assert parts == ["decode", "long context", "operations, batch 1", "overlap", "prefill", "work"]
+    assert [row["context"] for row in rows if row["part"] == "long context"] == [40]
+    assert {row["tokens"] for row in rows if row["part"] == "work"} == {150, 200}
+    assert len(opened) == 1
+    assert bench("all", "-m", folder, "--precision", "bfloat16", "--device", "cpu", "--json", path, "--time-limit", 0) == 0
+    assert json.loads(path.read_text())["rows"] == []
+
+
 def test_speculation_gives_equal_texts(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     options = ("--batch", 1, "--drafts", 0, 2, "--adaptive", "--max-tokens", 3, "--precision", "bfloat16", "--device", "cpu")
@@ -115,6 +150,11 @@ def test_speculation_gives_equal_texts(folder: Path, tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert [(r["drafts"], r["adaptive"], r["same_text"]) for r in rows] == [(0, False, 1), (2, False, 1), (2, True, 1)]
     assert rows[0]["gain"] == 1
+
+
+def test_a_configuration_reaches_a_fresh_process() -> None:
+    config = EngineConfig(precision="bfloat16", max_num_seqs=3, num_speculative_tokens=2, kernels="plain", block_size=32)
+    assert from_text(as_text(config)) == config
 
 
 @pytest.mark.slow
