@@ -108,12 +108,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 def test_an_engine_of_compiled_layers_gives_the_plain_tokens(tiny: Path) -> None:
-    """The graphs alone, without code generation, so that the bits can be equal; nothing is compiled after the first requests."""
+    """The graphs alone, without code generation; nothing is compiled after the first requests.
+
+    In float32, where a last bit does not decide a rounding: one row is padded to two in compiled code, which the library may sum
+    in another order.
+    """
     torch.compiler.reset()
     prompts, params = [[5, 9, 77, 30], [8] * 21, [4]], SamplingParams(max_tokens=12, temperature=0.8, seed=2, logprobs=2)
     found = []
     for compiles in (False, True):
-        model = load_model(tiny, "native", "cpu", ops=reference_ops(static_shapes=True))
+        model = load_model(tiny, "float32", "cpu", ops=reference_ops(static_shapes=True))
         if compiles:
             compile_model(model, backend="aot_eager")
         assert is_compiled(model) == compiles
@@ -123,6 +127,11 @@ def test_an_engine_of_compiled_layers_gives_the_plain_tokens(tiny: Path) -> None
             count = compilation_count()
             engine.generate([[3] * 50, [7, 7]], params, use_tqdm=False)
             assert compilation_count() == count
-        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+        found.append([o.outputs[0] for o in outputs])
     assert compilation_count() > len(compiled.parts(model)) // 4
-    assert found[0] == found[1]
+    for plain, other in zip(*found, strict=True):
+        assert other.token_ids == plain.token_ids
+        for ours, theirs in zip(other.logprobs, plain.logprobs, strict=True):
+            assert {i: entry.logprob for i, entry in ours.items()} == pytest.approx(
+                {i: e.logprob for i, e in theirs.items()}, abs=1e-3
+            )
