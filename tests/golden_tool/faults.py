@@ -18,6 +18,7 @@ import deepinfer.model.compressor
 import deepinfer.model.engram
 import deepinfer.model.indexer
 import deepinfer.model.moe
+import deepinfer.ops.index_scores
 from deepinfer.model.attention import Attention
 from deepinfer.model.block import Block
 from deepinfer.model.compressor import Compressor
@@ -209,7 +210,11 @@ def one_entry_less(model: Transformer, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_relu(model: Transformer, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Indexer, "_combine", staticmethod(lambda dots, weights: (dots * weights[:, :, None]).sum(dim=1)))
+    def weigh_all(dots: Tensor, weights: Tensor) -> Tensor:
+        return (dots * weights[:, :, None]).sum(dim=1)
+
+    for module in (deepinfer.model.indexer, deepinfer.ops.index_scores):
+        patch.setattr(module, "weigh_dots", weigh_all)
 
 
 def no_candidate_filter(model: Transformer, patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 320  # places of one program
+CHUNK = 128  # places of one program
 PLACES = 64  # places of one product
 MOST_HEADS = 64  # of one program
 ROWS_AT_ONCE = 256  # bounds the memory of the chunks' results
