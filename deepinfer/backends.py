@@ -35,6 +35,11 @@ def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
     if kernels == "triton" and obstacle is not None:
         raise ConfigError(f'EngineConfig.kernels = "triton": {obstacle}')
     compiles = kernels != "plain" if config.compile == "auto" else bool(config.compile)
+    if compiles and kernels == "plain":
+        raise ConfigError(
+            'EngineConfig.kernels = "plain", compile = True: the plain operations visit experts one by one, as their tokens '
+            'decide, which cannot be compiled; kernels = "inductor" is the form for a compiler'
+        )
     if config.batch_invariant and device.type == "cpu" and (kernels != "plain" or compiles):
         raise ConfigError(
             "EngineConfig.batch_invariant = True: on a CPU it is proven for the plain operations, not for compiled ones"
@@ -48,5 +53,4 @@ def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
         return Backend(triton_ops(batch_invariant=config.batch_invariant), compiles, kernels)
     if kernels == "inductor":
         return Backend(inductor_ops(), compiles, kernels)
-    static = device.type != "cpu" or compiles
-    return Backend(reference_ops(batch_invariant=config.batch_invariant, static_shapes=static), compiles, kernels)
+    return Backend(reference_ops(batch_invariant=config.batch_invariant, static_shapes=device.type != "cpu"), compiles, kernels)

@@ -38,7 +38,6 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Ops:
         ({"compile": True}, CPU, "inductor", True),
         ({"kernels": "inductor"}, CPU, "inductor", True),
         ({"kernels": "inductor", "compile": False}, CPU, "inductor", False),
-        ({"kernels": "plain", "compile": True}, CPU, "plain", True),
         ({"batch_invariant": True}, CPU, "plain", False),
         ({}, CUDA, "plain", False),
         ({"compile": True}, CUDA, "triton", True),
@@ -54,13 +53,15 @@ def test_the_choice(with_kernels: Ops, settings: dict[str, object], device: torc
     assert (backend.name, backend.compiles) == (name, compiles)
     assert (backend.ops is with_kernels) == (name == "triton")
     # What is captured or compiled may not have shapes that depend on values.
-    assert backend.ops.static_shapes == (device.type != "cpu" or compiles or name != "plain")
+    assert backend.ops.static_shapes == (device.type != "cpu" or name != "plain")
 
 
 @pytest.mark.parametrize(
     ("settings", "device", "reason"),
     [
         ({"kernels": "triton"}, CPU, 'kernels = "triton": no CUDA device'),
+        ({"kernels": "plain", "compile": True}, CPU, 'kernels = "inductor" is the form for a compiler'),
+        ({"kernels": "plain", "compile": True}, CUDA, 'kernels = "inductor" is the form for a compiler'),
         ({"batch_invariant": True, "compile": True}, CPU, "proven for the plain operations"),
         ({"batch_invariant": True, "kernels": "inductor"}, CPU, "proven for the plain operations"),
         ({"batch_invariant": True}, CUDA, 'needs kernels = "triton" and compile = True'),

@@ -181,7 +181,8 @@ def _nothing() -> Iterator[None]:
 @contextmanager
 def forbid_synchronisation(loop: StepLoop) -> Iterator[None]:
     """Make every host wait for a CUDA device inside schedule and submit an error."""
-    schedule, submit = loop._schedule, loop._submit
+    names = ("_schedule", "_submit", "_submit_sampler")
+    kept = {name: getattr(loop, name) for name in names}
     torch.cuda.synchronize()
 
     def checked(fn):  # type: ignore[no-untyped-def]
@@ -194,8 +195,10 @@ def forbid_synchronisation(loop: StepLoop) -> Iterator[None]:
 
         return call
 
-    loop._schedule, loop._submit = checked(schedule), checked(submit)  # type: ignore[method-assign]
+    for name, fn in kept.items():
+        setattr(loop, name, checked(fn))
     try:
         yield
     finally:
-        loop._schedule, loop._submit = schedule, submit  # type: ignore[method-assign]
+        for name, fn in kept.items():
+            setattr(loop, name, fn)

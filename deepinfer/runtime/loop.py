@@ -64,7 +64,7 @@ class StepLoop:
             return False
         before = self.newest
         state = self._submit(plan)
-        self.worker.submit_sampler(state, await self._sampler_inputs(plan, before))
+        self._submit_sampler(state, await self._sampler_inputs(plan, before))
         self._tell(await self._commit(state))
         return True
 
@@ -78,7 +78,7 @@ class StepLoop:
         events = await self.pre_sampler_sync(previous)
         try:
             if state is not None:
-                self.worker.submit_sampler(state, await self._sampler_inputs(state.plan, before))
+                self._submit_sampler(state, await self._sampler_inputs(state.plan, before))
         finally:
             # The device has everything it needs; what is left runs beside it. A step that fails does not take back the last.
             if previous is not None:
@@ -100,6 +100,10 @@ class StepLoop:
         with self.span("submit"):
             self.newest = self.worker.submit_forward(plan, self.newest)
             return self.newest
+
+    def _submit_sampler(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
+        with self.span("submit"):
+            self.worker.submit_sampler(state, inputs)
 
     async def _sampler_inputs(self, plan: SchedulerOutputs, before: WorkerStepState | None) -> SamplerInputs:
         """What the next sampler may draw, from confirmed tokens; nothing but `plan` may be in flight.
