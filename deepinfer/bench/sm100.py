@@ -65,10 +65,10 @@ def plain_variants() -> Iterator[Variant]:
     types |= dict.fromkeys(("x_ptr", "w_ptr", "q_ptr", "kv_ptr", "parts_ptr", "result_ptr"), "*bf16")
     types |= dict.fromkeys(("own_ptr", "ring_ptr", "pool_ptr"), "*bf16") | dict.fromkeys(("visible_ptr", "is_own_ptr"), "*i1")
     types |= {"scale": "fp32", "places_ptr": "*i32"}
-    for heads, channels, single in ((64, 512, False), (64, 512, True)):
-        constants: dict[str, Any] = {"H": heads, "D": channels, "CHUNK": attention.CHUNK, "PLACES": attention.PLACES}
-        constants |= {"HEADS": attention.MOST_HEADS, "SINGLE": single}
-        yield Variant(attention.chunk_kernel, f"attend to {'all' if single else 'a chunk'}", constants, types, 8, 2)
+    for single in (False, True):
+        constants: dict[str, Any] = {"H": 64, "D": 512, "CHUNK": attention.CHUNK, "PLACES": attention.PLACES}
+        constants |= {"HEADS": attention.HEADS, "SINGLE": single}
+        yield Variant(attention.chunk_kernel, f"attend to {'all' if single else 'a chunk'}", constants, types, 4, 1)
     yield Variant(attention.merge_kernel, "merge chunks", {"H": 64, "D": 512}, types, 4)
     for tokens in (16, 64, float32_linear.MOST_TOKENS):
         constants = {"ROWS": float32_linear.ROWS, "STEP": float32_linear.STEP, "TOKENS": tokens}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 CHUNK = 128  # places of one program
 PLACES = 64  # places of one product
-MOST_HEADS = 64  # of one program
+HEADS = 16  # of one program: more need more shared memory than two programs of a processor have
 ROWS_AT_ONCE = 256  # bounds the memory of the chunks' results
 
 
@@ -117,7 +117,6 @@ def attend_in_place(
     s, w = places.shape[1], is_own.shape[1]
     result = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
     chunks = max(triton.cdiv(s, CHUNK), 1)
-    heads = min(max(triton.next_power_of_2(h), 16), MOST_HEADS)
     q, own, ring, pool = (x.contiguous() for x in (q, own, ring, pool))
     places, is_own, visible = (x.contiguous() for x in (places, is_own, visible))
     most = min(t, ROWS_AT_ONCE) if chunks > 1 else 0
@@ -127,7 +126,7 @@ def attend_in_place(
     for start in range(0, t, rows_at_once):
         part = slice(start, start + rows_at_once)
         rows = q[part].shape[0]
-        chunk_kernel[(rows, triton.cdiv(h, heads), chunks)](
+        chunk_kernel[(rows, triton.cdiv(h, HEADS), chunks)](
             q[part],
             own,
             ring,
@@ -148,10 +147,10 @@ def attend_in_place(
             d,
             CHUNK,
             PLACES,
-            heads,
+            HEADS,
             chunks == 1,
-            num_warps=8 if heads * d > 16384 else 4,
-            num_stages=2 if d <= 512 else 1,
+            num_warps=4,
+            num_stages=1,
         )
         if chunks > 1:
             merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, num_warps=4)
