@@ -11,7 +11,7 @@ from deepinfer.bench.decode import ROUNDS, steady_decode
 from deepinfer.bench.model_holder import release_memory
 from deepinfer.bench.report import Report
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError
+from deepinfer.errors import ConfigError
 from deepinfer.model.compiled import compilation_count
 
 WORDS = {"true": True, "false": False, "none": None}
@@ -70,7 +70,7 @@ def compare(
         what = f"batch {batch}, context {context}"
         if report.is_over(what):
             continue
-        try:
+        with report.noting(what):
             runs = [steady_decode(m, c, batch, context, c.async_scheduling, steps * ROUNDS) for _, m, c in sides]
             for run in runs:
                 run.warm_up()
@@ -96,7 +96,5 @@ def compare(
                         "compiled": compiled,
                     }
                 )
-        except (RuntimeError, CapacityError, ConfigError) as error:
-            report.failed(what, error)
         runs = []
         release_memory()

@@ -11,14 +11,13 @@ from deepinfer.bench.prefill import measure_prefill
 from deepinfer.bench.replay_work import measure_work
 from deepinfer.bench.report import Report
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError
 
 BATCHES = (1, 16, 64, 128)
 CONTEXT = 1024
 LONG_CONTEXTS = (8192, 131_072, 1_000_000)
 DELAYS_MS = (0.0, 2.0, 10.0)
 PROMPTS = (1024, 8192, 131_072)
-CHUNK = 2048
+PREFILL, CHUNK = 8192, 2048
 STEPS = 20
 
 
@@ -47,15 +46,13 @@ def measure_all(name: str, config: EngineConfig, report: Report) -> None:
         measure_decode(holder, config, report, kernels=kernels, batches=(1,), contexts=contexts, depths=(1,), steps=STEPS)
     for batch in (BATCHES[0], BATCHES[-2]):
         if part(f"operations, batch {batch}"):
-            try:
+            with report.noting(f"operations, batch {batch}"):
                 measure_layer(holder, config, report, batch=batch, context=context, steps=10)
-            except (RuntimeError, CapacityError, ConfigError) as error:
-                report.failed(str(report.part), error)
     if part("overlap"):
         measure_overlap(holder, config, report, batches=BATCHES, contexts=(context,), delays_ms=DELAYS_MS, steps=STEPS)
     prompts = [tokens for tokens in PROMPTS if fits(tokens)] or [longest // 2]
     if part("prefill"):
-        measure_prefill(holder, config, report, kernels=kernels, tokens=prompts[:2][-1:], chunks=(CHUNK,))
-    if part("stored prefixes"):
+        measure_prefill(holder, config, report, kernels=kernels, tokens=[min(PREFILL, max(prompts))], chunks=(CHUNK,))
+    if part("work"):
         measure_work(model, backend.name, prompts, report)
     report.part = None

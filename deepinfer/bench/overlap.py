@@ -13,7 +13,6 @@ from deepinfer.bench.model_holder import ModelHolder, release_memory
 from deepinfer.bench.report import Report
 from deepinfer.bench.steady_decode import SteadyDecode
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.model.transformer import Transformer
 
 
@@ -66,11 +65,9 @@ def measure_overlap(
         what = f"batch {batch}, context {context}"
         if report.is_over(what):
             continue
-        try:
+        with report.noting(what):
             for row in compare_depths(model, batch, steps=steps, context=context, delays_ms=delays_ms):
                 report.add(row_of(row))
-        except (RuntimeError, CapacityError, ConfigError) as error:
-            report.failed(what, error)
         release_memory()
 
 

@@ -14,7 +14,7 @@ from deepinfer.bench.model_holder import ModelHolder, release_memory
 from deepinfer.bench.report import Report
 from deepinfer.bench.steady_decode import BLOCK_SIZE
 from deepinfer.engine_config import EngineConfig
-from deepinfer.errors import CapacityError, ConfigError
+from deepinfer.errors import ConfigError
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.compiled import compilation_count
 from deepinfer.model.transformer import Transformer
@@ -67,12 +67,10 @@ def measure_prefill(
                 what = f"kernels {kind}, {count} tokens in chunks of {chunk}"
                 if report.is_over(what):
                     continue
-                try:
+                with report.noting(what):
                     assert report.ceilings is not None
                     figures = prefill_figures(model, report.ceilings, count, chunk, backend.name, config.batch_invariant)
                     report.add(row_of(figures))
-                except (RuntimeError, CapacityError, ConfigError) as error:
-                    report.failed(what, error)
                 release_memory()
 
 

@@ -12,7 +12,7 @@ from deepinfer.bench.decode import row_of
 from deepinfer.bench.model_holder import release_memory
 from deepinfer.bench.pipeline import BLOCK_SIZE, Pipeline
 from deepinfer.bench.report import Report
-from deepinfer.errors import CapacityError, ConfigError
+from deepinfer.errors import ConfigError
 from deepinfer.model.compiled import compilation_count, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.outputs import ReplayMode
@@ -70,11 +70,8 @@ def measure_work(model: Transformer, kernels: str, tokens: Sizes[int], report: R
             what = f"{count} tokens, {case.name}"
             if report.is_over(what):
                 continue
-            try:
-                report.add({"part": "work"} | row_of(prefill_work(model, case, count, kernels=kernels)))
-            # Out of memory is a RuntimeError.
-            except (RuntimeError, CapacityError, ConfigError) as error:
-                report.failed(what, error)
+            with report.noting(what):
+                report.add(row_of(prefill_work(model, case, count, kernels=kernels)))
             release_memory()
 
 

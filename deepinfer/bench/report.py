@@ -6,13 +6,15 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from deepinfer.bench.ceilings import Ceilings
-from deepinfer.errors import ConfigError
+from deepinfer.errors import CapacityError, ConfigError
 
 LEAST_WIDTH = 8
 
@@ -90,6 +92,15 @@ class Report:
         print(f"{what}: failed, {reason}", flush=True)
         self._head.setdefault("failed", []).append({"what": what, "reason": reason})
         self._write()
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Note what the engine or the device refuses inside, out of memory among it, as `failed` does."""
+        try:
+            yield
+        # Out of memory is a RuntimeError.
+        except (RuntimeError, CapacityError, ConfigError) as error:
+            self.failed(what, error)
 
     @property
     def has_failures(self) -> bool:

@@ -28,7 +28,6 @@ def measure(args: argparse.Namespace, config: Any, report: Any) -> None:
     from deepinfer.bench.bench_model import open_model, slice_config
     from deepinfer.bench.decode import row_of
     from deepinfer.bench.replay_work import measure_work
-    from deepinfer.errors import CapacityError
 
     is_random = slice_config(args.model) is not None
     parts = args.parts or [part for part in PARTS if part != "drift" or not is_random]
@@ -36,16 +35,15 @@ def measure(args: argparse.Namespace, config: Any, report: Any) -> None:
         raise ConfigError(f"--parts drift: needs a trained model and its tokenizer, {args.model} has random weights")
     model, backend = open_model(args.model, config)
     for part in parts:
+        report.part = part
         if part == "work":
             measure_work(model, backend.name, args.tokens, report)
             continue
         if report.is_over(part):
             continue
-        try:
+        with report.noting(part):
             for row in _drift(model, args) if part == "drift" else _chat(model, args):
-                report.add({"part": part} | row_of(row))
-        except (RuntimeError, CapacityError, ConfigError) as error:
-            report.failed(part, error)
+                report.add(row_of(row))
 
 
 def _drift(model: Any, args: argparse.Namespace) -> Iterable[Any]:

@@ -34,10 +34,15 @@ INDUCTOR_OPTIONS = {
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
+def settings_of(backend: str) -> dict[str, Any]:
+    """How everything is compiled: whole, and for every size."""
+    options = INDUCTOR_OPTIONS if backend == "inductor" else None
+    return {"fullgraph": True, "dynamic": True, "backend": backend, "options": options}
+
+
 def compile_function(fn: Fn, backend: str = "inductor") -> Fn:
-    """The function, compiled when it is first called, for every size."""
-    options: Any = INDUCTOR_OPTIONS if backend == "inductor" else None
-    compiled: Any = torch.compile(fn, fullgraph=True, dynamic=True, backend=backend, options=options)
+    """The function, compiled when it is first called."""
+    compiled: Any = torch.compile(fn, **settings_of(backend))
     return cast(Fn, compiled)
 
 
@@ -51,7 +56,7 @@ def compile_model(model: Transformer, backend: str = "inductor") -> None:
         if isinstance(matrix, StoredMatrix):
             matrix.keep_scale_bytes()
     for module in parts(model):
-        module.compile(fullgraph=True, dynamic=True, backend=backend, options=INDUCTOR_OPTIONS if backend == "inductor" else None)
+        module.compile(**settings_of(backend))
     for module in staged(model):
         module.stages = type(module.stages)(*(compile_function(fn, backend) for fn in type(module).stages))
 

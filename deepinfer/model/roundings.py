@@ -30,20 +30,20 @@ class KeepRoundings(CustomGraphPass):
     """Puts `round_bits` in front of every conversion of float32 to bfloat16."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        rounding = fx.symbolic_trace(round_bits).graph
         for node in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
             source, dtype = node.args
             if dtype is torch.bfloat16 and source.meta["val"].dtype is torch.float32:
                 with graph.inserting_before(node):
-                    node.replace_input_with(source, _insert(graph, source))
+                    node.replace_input_with(source, _insert(graph, source, rounding))
 
     def uuid(self) -> Any:
         """What the compiler's caches tell versions of this pass apart by."""
         return get_hash_for_files((__file__,))
 
 
-def _insert(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """`round_bits` of a node, with the example values that later passes look at."""
-    rounding = fx.symbolic_trace(round_bits).graph
+def _insert(graph: fx.Graph, source: fx.Node, rounding: fx.Graph) -> fx.Node:
+    """A copy of `rounding` behind a node, with the example values that later passes look at."""
     copies: dict[fx.Node, fx.Node] = {next(iter(rounding.nodes)): source}
     result = graph.graph_copy(rounding, copies)
     for node in list(copies.values())[1:]:
