@@ -13,6 +13,8 @@ LANES = ("host", COMPUTE, COPY)
 COLOURS = {
     "schedule": "#4c72b0",
     "submit": "#55a868",
+    "constrain": "#e5ae38",
+    "submit sampler": "#8fbc8f",
     "wait": "#dddddd",
     "apply": "#c44e52",
     "callbacks": "#ccb974",
@@ -55,7 +57,7 @@ def timeline_figure(traces: dict[str, list[Span]]) -> Any:
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("ms")
-    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=9, fontsize=8)
+    figure.legend(handles=[Patch(color=c, label=n) for n, c in COLOURS.items()], loc="outside upper right", ncols=11, fontsize=8)
     return figure
 
 

@@ -102,7 +102,7 @@ class StepLoop:
             return self.newest
 
     def _submit_sampler(self, state: WorkerStepState, inputs: SamplerInputs) -> None:
-        with self.span("submit"):
+        with self.span("submit sampler"):
             self.worker.submit_sampler(state, inputs)
 
     async def _sampler_inputs(self, plan: SchedulerOutputs, before: WorkerStepState | None) -> SamplerInputs:
