@@ -1,9 +1,10 @@
-"""The Triton kernels that read no quantised weights, on a GPU: attention, float32 products, mixing, index scores, routing.
+"""The Triton kernels that read no quantised weights, on a GPU: attention, float32 products, streams, index scores, routing.
 
 Each against its plain twin at published and odd sizes, independent of the batch, repeatable; a broken token stays in its row.
 `torch.empty` gives NaN under the settings of `conftest.py`, so a place that a kernel forgets is found in every comparison.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,13 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.model.hyper_connection import HyperConnection
+from deepinfer.model.hyper_connection import HyperConnection, Mixes, collapse, spread
 from deepinfer.model.indexer import Indexer
 from deepinfer.model.numerics import Numerics, precision_named, reference_ops
 from deepinfer.model.router import Router
 from deepinfer.ops.attend import attend
+from deepinfer.ops.elementwise import rms_norm
+from deepinfer.ops.quantize import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+from deepinfer.ops.rotate import rope_frequencies, rotate_last, rotation
 from deepinfer.presets import flash_slice
-from tests.kernels import units
+from tests.kernels import random_activations, units
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -81,6 +85,7 @@ def float32_case(n: int, k: int, dtype: torch.dtype) -> Case:
 
 
 def mix_case(dim: int, dtype: torch.dtype) -> Case:
+    from deepinfer.ops.triton_kernels.beside import rejoin
     from deepinfer.ops.triton_kernels.hyper_mix import hyper_mix
 
     config = replace(flash_slice(), dim=dim)
@@ -94,9 +99,50 @@ def mix_case(dim: int, dtype: torch.dtype) -> Case:
     c = hyper.config
 
     def run(streams: Tensor) -> tuple[Tensor, ...]:
-        return hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, hyper.norm_eps, c.eps, c.sinkhorn_iters)
+        mixes = hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, hyper.norm_eps, c.eps, c.sinkhorn_iters)
+        rejoin(streams.device)
+        return mixes
 
     return Case((streams,), run, tuple(hyper(streams)), 1e-4)
+
+
+def streams_case(dim: int, dtype: torch.dtype) -> Case:
+    """A sub-layer that does nothing: collapse and norm, coefficients beside, spread."""
+    from deepinfer.ops.triton_kernels.hyper_mix import hyper_mix
+    from deepinfer.ops.triton_kernels.residual_streams import collapse_norm
+    from deepinfer.ops.triton_kernels.residual_streams import spread as spread_streams
+
+    streams, gain = torch.randn(ROWS, 4, dim, device="cuda").to(dtype), torch.rand(dim, device="cuda").bfloat16() + 0.5
+    fn, base, scale = torch.randn(24, 4 * dim, device="cuda") / dim, torch.randn(24, device="cuda"), torch.randn(3, device="cuda")
+    pre = torch.rand(ROWS, 4, device="cuda")
+
+    def run(streams: Tensor, pre: Tensor) -> tuple[Tensor, ...]:
+        _, post, comb = hyper_mix(streams, fn, base, scale, 1e-6, 1e-6, 20)
+        y = collapse_norm(streams, pre, gain, 1e-6)
+        return y, spread_streams(y, streams, post, comb)
+
+    y = rms_norm(collapse(streams, pre), gain, 1e-6)
+    _, post, comb = hyper_mix(streams, fn, base, scale, 1e-6, 1e-6, 20)
+    torch.cuda.synchronize()
+    expected = spread(y, streams, Mixes(post, post, comb))
+    return Case((streams, pre), run, (y, expected), 0.07 if dtype == torch.bfloat16 else 1e-4)
+
+
+def finish_case(shape: tuple[int, ...], kind: int, normed: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
+    from deepinfer.ops.triton_kernels.norm_rotate_round import norm_rotate_round
+
+    x, gain = random_activations(ROWS, math.prod(shape), "cuda", dtype).view(ROWS, *shape), None
+    if normed:
+        gain = torch.rand(shape[-1], device="cuda").bfloat16() + 0.5
+    turns = rotation(torch.randint(0, 100_000, (ROWS,), device="cuda"), rope_frequencies(32, 10000.0).cuda())
+    rounding = (lambda y: y, round_fp8, round_fp4_ue8m0, round_fp4_e4m3)[kind]
+    expected = rounding(rotate_last(x if gain is None else rms_norm(x, gain, 1e-6), turns))
+
+    def run(x: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
+        return (norm_rotate_round(x, turns, gain, 1e-6, kind),)
+
+    # A norm's sum has another order: now and then the neighbouring number, which may be rounded to the neighbouring code.
+    return Case((x, turns), run, (expected,), 1.5 if normed else 0.0)
 
 
 def index_case(heads: int, channels: int, per_block: int, blocks: int) -> Case:
@@ -136,6 +182,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "mix, published": lambda: mix_case(5120, torch.bfloat16),
     "mix, odd": lambda: mix_case(96, torch.bfloat16),
     "mix, float32": lambda: mix_case(160, torch.float32),
+    "streams, published": lambda: streams_case(5120, torch.bfloat16),
+    "streams, odd": lambda: streams_case(1056, torch.float32),
+    "finish queries": lambda: finish_case((64, 512), 0, normed=False),
+    "finish window rows": lambda: finish_case((512,), 1, normed=True),
+    "finish entries": lambda: finish_case((512,), 3, normed=False),
+    "finish index queries": lambda: finish_case((32, 128), 2, normed=False),
+    "finish index keys": lambda: finish_case((128,), 2, normed=True),
+    "finish, float32": lambda: finish_case((3, 96), 1, normed=False, dtype=torch.float32),
     "index, published": lambda: index_case(32, 128, 64, 20),
     "index, ratio 2": lambda: index_case(32, 128, 32, 33),
     "index, small": lambda: index_case(16, 32, 2, 7),

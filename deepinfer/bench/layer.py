@@ -22,9 +22,10 @@ from deepinfer.engine_config import EngineConfig
 KERNELS = (
     (EXPERTS, r"(fp4|block_scaled)_experts_kernel|prepare_kernel|combine_kernel"),
     (FP8, r"(fp8|block_scaled)_linear_kernel|add_parts_kernel"),
-    ("quantise", r"(norm_)?quantize(_codes)?_kernel"),
+    ("quantise", r"(norm_|swiglu_)?quantize(_codes)?_kernel"),
     (BF16, r"bf16_kernel|parts_kernel|add_kernel"),
-    (HYPER, r"project_kernel|mix_kernel"),
+    (HYPER, r"project_kernel|mix_kernel|collapse_norm_kernel|spread_kernel"),
+    ("norm, rotate, round", r"norm_rotate_round_kernel"),
     (ATTEND, r"chunk_kernel|merge_kernel"),
     (INDEX, r"index_scores_kernel"),
     ("route", r"route_kernel"),

@@ -59,7 +59,7 @@ def variants() -> Iterator[Variant]:
 
 def plain_variants() -> Iterator[Variant]:
     """Kernels of what is not quantised."""
-    from deepinfer.ops.triton_kernels import attention, float32_linear, hyper_mix, index_scores, route, select
+    from deepinfer.ops.triton_kernels import attention, float32_linear, hyper_mix, index_scores, residual_streams, route, select
 
     types = dict.fromkeys(("maximum_ptr", "sum_ptr", "out_ptr", "sink_ptr", "partial_ptr"), "*fp32")
     types |= dict.fromkeys(("x_ptr", "w_ptr", "q_ptr", "kv_ptr", "parts_ptr", "result_ptr"), "*bf16")
@@ -84,6 +84,12 @@ def plain_variants() -> Iterator[Variant]:
         yield Variant(hyper_mix.project_kernel, name, constants | {"IS_BF16": is_bf16}, of_streams, 4)
     constants = {"C": 128, "COLUMNS": hyper_mix.COLUMNS, "M": 4, "ITERATIONS": 20}
     yield Variant(hyper_mix.mix_kernel, "mix the streams", constants, types, 1)
+    types |= dict.fromkeys(("streams_ptr", "y_ptr", "gain_ptr"), "*bf16") | {"one_over_d": "fp32"}
+    constants = {"M": 4, "BLOCKS": 256, "PDL": True}
+    yield Variant(residual_streams.collapse_norm_kernel, "collapse and norm", constants, types, residual_streams.NORM_WARPS)
+    constants = {"M": 4, "COLUMNS": residual_streams.COLUMNS}
+    yield Variant(residual_streams.spread_kernel, "spread", constants, types | {"out_ptr": "*bf16"}, 4)
+    yield from finishing_variants()
     constants = {"K": 6, "PADDED": 512, "WIDTH": 8, "THRESHOLD": route.THRESHOLD, "SUM_FLOOR": route.SUM_FLOOR}
     yield Variant(route.route_kernel, "choose experts", constants, types, 2)
     types = dict.fromkeys(("q_ptr", "weights_ptr", "keys_ptr", "out_ptr"), "*bf16")
@@ -99,9 +105,27 @@ def plain_variants() -> Iterator[Variant]:
         yield Variant(select.candidates_kernel, f"candidates among {count} entries", constants, types, warps)
 
 
+def finishing_variants() -> Iterator[Variant]:
+    """Kernels of vectors that are stored or compared."""
+    from deepinfer.ops.triton_kernels import norm_rotate_round as finishing
+
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "y_ptr"), "*bf16") | {"rotation_ptr": "*fp32", "one_over_d": "fp32"}
+    forms = {
+        "queries": (512, False, finishing.NOT),
+        "window rows": (512, True, finishing.FP8),
+        "entries": (512, False, finishing.FP4_E4M3),
+        "index queries": (128, False, finishing.FP4_UE8M0),
+        "index keys": (128, True, finishing.FP4_UE8M0),
+    }
+    for name, (width, norm, rounding) in forms.items():
+        group = 16 if rounding == finishing.FP4_E4M3 else 32
+        constants = {"GROUPS": width // group, "GROUP": group, "NORM": norm, "ROUNDING": rounding, "PDL": True}
+        yield Variant(finishing.norm_rotate_round_kernel, f"finish {name}", constants, types, 1)
+
+
 def quantized_variants() -> Iterator[Variant]:
     """Kernels of quantised weights."""
-    from deepinfer.ops.triton_kernels import block_scaled, fp4_experts, fp8_linear, quantize, routing
+    from deepinfer.ops.triton_kernels import block_scaled, fp4_experts, fp8_linear, quantize, routing, shared_expert
 
     fixed: dict[str, Any] = {"PDL": True}
     yield Variant(quantize.quantize_kernel, "quantize", fixed | {"BLOCKS": 256, "INSTRUCTION": 3}, {}, 16)
@@ -110,13 +134,12 @@ def quantized_variants() -> Iterator[Variant]:
     )
     prepare = fixed | {"BLOCKS": 256, "P2": 1024, "E": 384, "E2": 512, "SPLIT": False}
     yield Variant(routing.prepare_kernel, "sort pairs by expert", prepare, {}, 8)
-    yield Variant(
-        routing.combine_kernel,
-        "combine",
-        fixed | {"TOPK": 6, "TOPK2": 8, "COLUMNS": 1024},
-        {"y_ptr": "*bf16", "out_ptr": "*fp32"},
-        4,
-    )
+    types = dict.fromkeys(("y_ptr", "shared_ptr", "out_ptr", "gate_up_ptr"), "*bf16")
+    for shared in (False, True):
+        constants = {"TOPK": 6, "TOPK2": 8, "COLUMNS": 1024, "SHARED": shared, "PDL": not shared}
+        yield Variant(routing.combine_kernel, f"combine{', with the shared expert' if shared else ''}", constants, types, 4)
+    constants = fixed | {"LIMIT": 10.0, "BLOCKS": 128, "INSTRUCTION": 2}
+    yield Variant(shared_expert.swiglu_quantize_kernel, "SwiGLU and quantize", constants, types, 16)
     for tokens in (1, 32, 64, 128):
         for n, bf16 in ((32768, False), (5120, False), (1024, True)):
             cut = fp8_linear.tiling_of(tokens, n)

@@ -84,15 +84,14 @@ class Attention(nn.Module):
     ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
         latent = self.q_norm(low_rank)
         heads = self.wq_b(latent).unflatten(1, (self.config.n_heads, self.config.head_dim))
-        return latent, rotate_last(heads, rotation)
+        return latent, self.numerics.ops.norm_rotate_round(heads, rotation)
 
     def window_rows(self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
         """Raw key-value rows as the window keeps them: normalised, rotated, rounded to FP8."""
         return self._rows(self.wkv(x), rotation)
 
     def _rows(self, raw: Float[Tensor, "T Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:
-        kv = rotate_last(self.kv_norm(raw), rotation)
-        return round_fp8(kv) if self.numerics.precision.round_caches else kv
+        return self.numerics.ops.norm_rotate_round(raw, rotation, self.kv_norm, self.numerics.precision.cached(round_fp8))
 
     def output(self, out: Float[Tensor, "T H Dh"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T D"]:
         """Turn the values back and project: heads in groups to a low rank, then all ranks to the model width."""
@@ -106,9 +105,8 @@ class Attention(nn.Module):
             return shared
         assert self.indexer is not None  # the config guarantees it
         latent = self.compressor(x, rows, cache)
-        entries = rotate_last(latent, table.entry)
-        if self.numerics.precision.round_caches:
-            entries = round_fp4_e4m3(entries)
+        rounding = self.numerics.precision.cached(round_fp4_e4m3)
+        entries = self.numerics.ops.norm_rotate_round(latent, table.entry, rounding=rounding)
         pool = cache.pool
         assert pool is not None
         index_keys = self.indexer.keys(latent, table.entry)

@@ -11,7 +11,7 @@ from torch import nn
 from deepinfer.config import ModelConfig, MoEConfig
 from deepinfer.dims import Bool, Float, Tensor
 from deepinfer.model.attention import Attention
-from deepinfer.model.hyper_connection import HyperConnection, collapse, spread
+from deepinfer.model.hyper_connection import HyperConnection, Mixes, collapse, spread
 from deepinfer.model.indexer import Shared
 from deepinfer.model.moe import MoE
 from deepinfer.model.norm import RMSNorm
@@ -30,8 +30,8 @@ def attend(
 ) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"], Shared]:
     """The attention half: new streams, the `pre` of the feed-forward half, and what the layers above share."""
     mixes = block.hc_attn(streams)
-    y, shared = block.attn(block.attn_norm(collapse(streams, pre_mix)), *attention_inputs)
-    return spread(y, streams, mixes), mixes.pre, shared
+    y, shared = block.attn(read(block, streams, pre_mix, block.attn_norm), *attention_inputs)
+    return write(block, y, streams, mixes), mixes.pre, shared
 
 
 def feed(
@@ -43,8 +43,20 @@ def feed(
 ) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"]]:
     """The feed-forward half: new streams, and the `pre` of the next block."""
     mixes = block.hc_ffn(streams)
-    y = block.ffn(block.ffn_norm(collapse(streams, pre_mix)), is_padding, is_even)
-    return spread(y, streams, mixes), mixes.pre
+    y = block.ffn(read(block, streams, pre_mix, block.ffn_norm), is_padding, is_even)
+    return write(block, y, streams, mixes), mixes.pre
+
+
+def read(block: "Block", streams: Float[Tensor, "T M D"], pre: Float[Tensor, "T M"], norm: RMSNorm) -> Float[Tensor, "T D"]:
+    """The collapsed and normalised input of a sub-layer."""
+    fast = block.numerics.ops.collapse_norm
+    return norm(collapse(streams, pre)) if fast is None else fast(streams, pre, norm)
+
+
+def write(block: "Block", y: Float[Tensor, "T D"], streams: Float[Tensor, "T M D"], mixes: Mixes) -> Float[Tensor, "T M D"]:
+    """The streams behind a sub-layer with output `y`. What a fast form of the coefficients began has ended behind this."""
+    fast = block.numerics.ops.spread
+    return spread(y, streams, mixes) if fast is None else fast(y, streams, mixes)
 
 
 class Block(nn.Module):
@@ -56,6 +68,7 @@ class Block(nn.Module):
         self, config: ModelConfig, attn: Attention, moe: MoEConfig, numerics: Numerics, expert_ids: tuple[int, ...] | None = None
     ) -> None:
         super().__init__()
+        self.numerics = numerics
         self.hc_attn = HyperConnection(config, numerics)
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
         self.attn = attn

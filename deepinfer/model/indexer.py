@@ -21,7 +21,6 @@ from deepinfer.model.numerics import ROW_TILE, Numerics
 from deepinfer.model.rows import Rows
 from deepinfer.ops.index_scores import index_scores, weigh_dots
 from deepinfer.ops.quantize import round_fp4_ue8m0
-from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.select import NEG_INF
 
 ENTRY_TILE = 64  # entries scored by one product in batch-invariant arithmetic
@@ -61,7 +60,7 @@ class Indexer(nn.Module):
 
     def keys(self, latent: Float[Tensor, "T Dh"], entry_rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Di"]:
         """Index keys from the latents before rotation; rotated at the entry's own position."""
-        return self._rounded(rotate_last(self.k_norm(self.wk(latent)), entry_rotation))
+        return self._turned(self.wk(latent), entry_rotation, self.k_norm)
 
     def forward(
         self,
@@ -75,9 +74,8 @@ class Indexer(nn.Module):
         """Choose entries for each row among the visible ones of `shared.pool` (and of `shared.candidates`, if there are any)."""
         assert shared.pool is not None
         ix, ratio, ops = self.config, shared.pool.ratio, self.numerics.ops
-        q = rotate_last(self.wq_b(query_latent).unflatten(1, (ix.n_heads, ix.head_dim)), rotation)
+        q = self._turned(self.wq_b(query_latent).unflatten(1, (ix.n_heads, ix.head_dim)), rotation)
         weights = self.weights_proj(x) * (ix.head_dim**-0.5 * ix.n_heads**-0.5)
-        q = self._rounded(q)
         n_visible = (rows.positions + 1) // ratio
         if (fast := ops.index_scores) is not None:
             scores = fast(q, weights, shared.pool, rows, n_visible)
@@ -96,8 +94,11 @@ class Indexer(nn.Module):
         # An entry outside the candidates is never chosen, even if fewer than topk candidates exist (specification U3).
         return IndexerOutput(ops.select_entries(scores, ix.topk), candidates, scores)
 
-    def _rounded(self, x: Float[Tensor, "... Di"]) -> Float[Tensor, "... Di"]:
-        return round_fp4_ue8m0(x) if self.numerics.precision.round_caches else x
+    def _turned(
+        self, x: Float[Tensor, "T ... Di"], rotation: Float[Tensor, "T half 2"], norm: RMSNorm | None = None
+    ) -> Float[Tensor, "T ... Di"]:
+        rounding = self.numerics.precision.cached(round_fp4_ue8m0)
+        return self.numerics.ops.norm_rotate_round(x, rotation, norm, rounding)
 
     def _scores(
         self, q: Float[Tensor, "T Hi Di"], weights: Float[Tensor, "T Hi"], keys: Float[Tensor, "B C Di"], seq_ids: Int[Tensor, " T"]

@@ -36,11 +36,13 @@ class MoE(nn.Module):
 
         `is_even`: see `Rows`.
         """
+        # First, because fast forms compute it beside the routed experts.
+        shared = self.shared_experts(x)
         weights, ids = self.gate(x)
         if is_padding is not None and self.experts.can_skip_pairs:
             ids = ids.masked_fill(is_padding[:, None], self.experts.nobody)
-        routed = self.numerics.ops.combine(self.exchange(self.experts, x, weights, ids, is_even=is_even), ids)
-        return (routed + self.shared_experts(x).float()).to(x.dtype)
+        outputs = self.exchange(self.experts, x, weights, ids, is_even=is_even)
+        return self.numerics.ops.combine(outputs, ids, shared, x)
 
     def forward_without_rows(self, like: Float[Tensor, "0 D"]) -> None:
         """Take part in the exchange of a step in which this process has no rows."""
@@ -83,13 +85,20 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, numerics: Numerics) -> None:
         super().__init__()
-        self.numerics, self.activate = numerics, partial(swiglu, limit=moe.swiglu_limit)
+        self.numerics, self.activate, self.swiglu_limit = numerics, partial(swiglu, limit=moe.swiglu_limit), moe.swiglu_limit
         fmt = "fp8" if config.quantized else "bf16"
         self.w1 = Linear(config.dim, moe.inter_dim, fmt, numerics)
         self.w2 = Linear(moe.inter_dim, config.dim, fmt, numerics)
         self.w3 = Linear(config.dim, moe.inter_dim, fmt, numerics)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The result of a fast form may still be in the making: it goes to `Ops.combine` and nowhere else."""
+        if (fast := self.numerics.ops.shared_expert) is not None:
+            return fast(x, self)
+        return self.plain(x)
+
+    def plain(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The definition."""
         ops = self.numerics.ops
         gate, up = ops.linears(x, (self.w1, self.w3), self.numerics)
         return self.w2(ops.pointwise(self.activate, gate, up).to(x.dtype))

@@ -19,6 +19,8 @@ from deepinfer.ops.elementwise import plain, without_tail
 from deepinfer.ops.matmul import batched_matmul, block_matmul, matmul
 from deepinfer.ops.select import candidate_mask, select_entries
 
+Rounding = Callable[[Tensor], Tensor]  # of vectors to a format with scales, same shape and dtype
+
 ROW_TILE = 16  # rows of every product in batch-invariant arithmetic
 
 
@@ -36,6 +38,10 @@ class Precision:
     activation_dtype: torch.dtype
     quantize_activations: bool
     round_caches: bool
+
+    def cached(self, rounding: Rounding) -> Rounding | None:
+        """The rounding of something that is kept or compared with what is kept, if there is one."""
+        return rounding if self.round_caches else None
 
 
 PRECISIONS = {
@@ -136,9 +142,41 @@ class ExpertsFn(Protocol):
 
 
 class CombineFn(Protocol):
-    """See `deepinfer.model.plain_forms.combine`."""
+    """See `deepinfer.model.plain_forms.combine_with_shared`."""
 
-    def __call__(self, outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]: ...
+    def __call__(
+        self, outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"], shared: Float[Tensor, "T D"], x: Float[Tensor, "T D"]
+    ) -> Float[Tensor, "T D"]: ...
+
+
+class NormRotateRoundFn(Protocol):
+    """See `deepinfer.model.plain_forms.norm_rotate_round`."""
+
+    def __call__(
+        self,
+        x: Float[Tensor, "T ... D"],
+        rotation: Float[Tensor, "T half 2"],
+        norm: Any = None,
+        rounding: Rounding | None = None,
+    ) -> Float[Tensor, "T ... D"]: ...
+
+
+class SharedExpertFn(Protocol):
+    """`SharedExpert.forward` in a fast form."""
+
+    def __call__(self, x: Float[Tensor, "T D"], expert: Any) -> Float[Tensor, "T D"]: ...
+
+
+class CollapseNormFn(Protocol):
+    """A norm of `hyper_connection.collapse` in a fast form."""
+
+    def __call__(self, streams: Float[Tensor, "T M D"], pre: Float[Tensor, "T M"], norm: Any) -> Float[Tensor, "T D"]: ...
+
+
+class SpreadFn(Protocol):
+    """`hyper_connection.spread` in a fast form."""
+
+    def __call__(self, y: Float[Tensor, "T D"], streams: Float[Tensor, "T M D"], mixes: Any) -> Float[Tensor, "T M D"]: ...
 
 
 class Float32LinearFn(Protocol):
@@ -200,12 +238,16 @@ class Ops:
     linears: LinearsFn = plain_forms.linears
     grouped_linear: GroupedLinearFn = plain_forms.grouped_linear
     experts: ExpertsFn = plain_forms.experts
-    combine: CombineFn = plain_forms.combine
+    combine: CombineFn = plain_forms.combine_with_shared
+    norm_rotate_round: NormRotateRoundFn = plain_forms.norm_rotate_round
     select_entries: SelectEntriesFn = select_entries
     candidate_mask: CandidateMaskFn = candidate_mask
     attend_in_place: AttendInPlaceFn | None = None
     float32_linear: Float32LinearFn | None = None
     hyper_mix: HyperMixFn | None = None
+    collapse_norm: CollapseNormFn | None = None
+    spread: SpreadFn | None = None
+    shared_expert: SharedExpertFn | None = None
     index_scores: IndexScoresFn | None = None
     route: RouteFn | None = None
     # Padding rows visit no experts, which the plain forms cannot skip.
@@ -265,7 +307,11 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         attend=triton_forms.attend,
         attend_in_place=triton_forms.attend_in_place,
         float32_linear=triton_forms.float32_linear,
+        norm_rotate_round=triton_forms.norm_rotate_round,
         hyper_mix=triton_forms.hyper_mix,
+        collapse_norm=triton_forms.collapse_norm,
+        spread=triton_forms.spread,
+        shared_expert=triton_forms.shared_expert,
         index_scores=triton_forms.index_scores,
         route=triton_forms.route,
         select_entries=triton_select.select_entries,

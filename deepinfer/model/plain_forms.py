@@ -1,27 +1,33 @@
-"""What quantised and plain matrices do, in the plain form: the definitions. `Ops` holds one form of each of these operations.
+"""What quantised and plain matrices do, and what goes with it, in the plain form: the definitions.
+
+`Ops` holds one form of each of these operations.
 
 | operation | plain (here) | `inductor_forms.py` | `triton_forms.py` |
 |---|---|---|---|
 | `linear`, `linears` | blockwise float32 sums | decoded to bfloat16, for a compiler | `ops/triton_kernels/fp8_linear.py` |
 | `grouped_linear` (wo_a) | a product for each group | one batched product | `ops/triton_kernels/fp8_linear.py` |
 | `experts` | one after the other, or fixed shapes | gathered or grouped | `ops/triton_kernels/fp4_experts.py` |
-| `combine` | ascending by expert | the same | `ops/triton_kernels/routing.py` |
+| `combine_with_shared` | ascending by expert, the shared one last | the same | `ops/triton_kernels/shared_expert.py` |
+| `norm_rotate_round` | one after the other | the same | `ops/triton_kernels/norm_rotate_round.py` |
 
 The rounding of a product depends on the format (section 6): FP8 and FP4 weights see FP8 activations in `native`, bf16 weights
 see plain ones.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from deepinfer.dims import Float, Int, Tensor
 from deepinfer.ops.quantize import round_fp8
+from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.sinkhorn import sum_in_order
 
 if TYPE_CHECKING:
     from deepinfer.model.linear import StoredMatrix
     from deepinfer.model.moe import Experts
+    from deepinfer.model.norm import RMSNorm
     from deepinfer.model.numerics import Numerics
 
 STATIC_ROWS = 256  # of one process; more are a prefill, whose shapes need not be fixed
@@ -59,6 +65,24 @@ def combine(outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[T
     order = ids.argsort(dim=1)
     ascending = outputs.gather(1, order[:, :, None].expand_as(outputs)).float()
     return sum_in_order(ascending, 1).squeeze(1)
+
+
+def combine_with_shared(
+    outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"], shared: Float[Tensor, "T D"], x: Float[Tensor, "T D"]
+) -> Float[Tensor, "T D"]:
+    """The sum over the routed experts, then the shared one's output, in the dtype of the input `x`."""
+    return (combine(outputs, ids) + shared.float()).to(x.dtype)
+
+
+def norm_rotate_round(
+    x: Float[Tensor, "T ... D"],
+    rotation: Float[Tensor, "T half 2"],
+    norm: "RMSNorm | None" = None,
+    rounding: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, "T ... D"]:
+    """What a vector goes through before it is stored or compared: perhaps a norm, a rotation, perhaps a rounding."""
+    turned = rotate_last(x if norm is None else norm(x), rotation)
+    return turned if rounding is None else rounding(turned)
 
 
 def experts(

@@ -10,26 +10,29 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model import block_scaled_forms, inductor_forms
+from deepinfer.model import block_scaled_forms, inductor_forms, plain_forms
 from deepinfer.ops.attend import attend as plain_attend
-from deepinfer.ops.quantize import round_fp8
-from deepinfer.ops.triton_kernels import attention
+from deepinfer.ops.quantize import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+from deepinfer.ops.triton_kernels import attention, residual_streams
 from deepinfer.ops.triton_kernels import float32_linear as float32
 from deepinfer.ops.triton_kernels import hyper_mix as mixing
 from deepinfer.ops.triton_kernels import index_scores as index
+from deepinfer.ops.triton_kernels import norm_rotate_round as finishing
 from deepinfer.ops.triton_kernels import route as routing
 from deepinfer.ops.triton_kernels.fp4_experts import fp4_experts
 from deepinfer.ops.triton_kernels.fp8_linear import fp8_linear, fp8_linear_bf16
 from deepinfer.ops.triton_kernels.packing import WGMMA, permute_channels
 from deepinfer.ops.triton_kernels.quantize import quantize_activations
-from deepinfer.ops.triton_kernels.routing import combine_experts
+from deepinfer.ops.triton_kernels.shared_expert import combine_with_shared
+from deepinfer.ops.triton_kernels.shared_expert import shared_expert as beside_the_experts
 
 if TYPE_CHECKING:
     from deepinfer.model.cache import EntryPool
-    from deepinfer.model.hyper_connection import HyperConnection
+    from deepinfer.model.hyper_connection import HyperConnection, Mixes
     from deepinfer.model.linear import Float32Linear, PackedWeights, StoredMatrix
-    from deepinfer.model.moe import Experts
-    from deepinfer.model.numerics import Numerics
+    from deepinfer.model.moe import Experts, SharedExpert
+    from deepinfer.model.norm import RMSNorm
+    from deepinfer.model.numerics import Numerics, Rounding
     from deepinfer.model.router import Router
     from deepinfer.model.rows import Rows
 
@@ -97,9 +100,43 @@ def experts(
     return y[..., : x.shape[1]]
 
 
-def combine(outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"]) -> Float[Tensor, "T D"]:
-    """One launch."""
-    return combine_experts(outputs, ids)
+def combine(
+    outputs: Float[Tensor, "T K D"], ids: Int[Tensor, "T K"], shared: Float[Tensor, "T D"], x: Float[Tensor, "T D"]
+) -> Float[Tensor, "T D"]:
+    """One launch, behind whatever computes `shared`."""
+    return combine_with_shared(outputs, ids, shared, x)
+
+
+def shared_expert(x: Float[Tensor, "T D"], expert: "SharedExpert") -> Float[Tensor, "T D"]:
+    """Beside the routed experts where its matrices are packed without padding, which would need a copy of `x`."""
+    up, down = expert.w1.joined, expert.w2.packed
+    if up is None or down is None or up.padded_channels != x.shape[1]:
+        return expert.plain(x)
+    first: int = expert.w1.packed.padded_rows  # type: ignore[union-attr]  # where the whole is packed, so are its parts
+    matrices = (*up.tensors(), up.arrivals, *down.tensors(), down.arrivals)
+    return beside_the_experts(x, *matrices, first, expert.w1.out_features, expert.swiglu_limit)
+
+
+def norm_rotate_round(
+    x: Float[Tensor, "T ... D"],
+    rotation: Float[Tensor, "T half 2"],
+    norm: "RMSNorm | None" = None,
+    rounding: "Rounding | None" = None,
+) -> Float[Tensor, "T ... D"]:
+    """One launch; the plain form for vectors that do not divide into groups."""
+    if x.shape[-1] % finishing.LEAST_CHANNELS:
+        return plain_forms.norm_rotate_round(x, rotation, norm, rounding)
+    kind = finishing.NOT
+    if rounding is round_fp8:
+        kind = finishing.FP8
+    elif rounding is round_fp4_ue8m0:
+        kind = finishing.FP4_UE8M0
+    elif rounding is round_fp4_e4m3:
+        kind = finishing.FP4_E4M3
+    elif rounding is not None:
+        return plain_forms.norm_rotate_round(x, rotation, norm, rounding)
+    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return finishing.norm_rotate_round(x, rotation, gain, eps, kind)
 
 
 def attend(
@@ -139,9 +176,19 @@ def float32_linear(x: Float[Tensor, "T K"], matrix: "Float32Linear", numerics: "
 def hyper_mix(
     streams: Float[Tensor, "T M D"], hyper: "HyperConnection"
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"], Float[Tensor, "T M M"]]:
-    """Two launches."""
+    """Two launches beside the sub-layer, which `spread` ends."""
     c = hyper.config
     return mixing.hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, hyper.norm_eps, c.eps, c.sinkhorn_iters)
+
+
+def collapse_norm(streams: Float[Tensor, "T M D"], pre: Float[Tensor, "T M"], norm: "RMSNorm") -> Float[Tensor, "T D"]:
+    """One launch."""
+    return residual_streams.collapse_norm(streams, pre, norm.weight, norm.eps)
+
+
+def spread(y: Float[Tensor, "T D"], streams: Float[Tensor, "T M D"], mixes: "Mixes") -> Float[Tensor, "T M D"]:
+    """One launch, behind those of `hyper_mix`."""
+    return residual_streams.spread(y, streams, mixes.post, mixes.comb)
 
 
 def route(logits: Float[Tensor, "T E"], router: "Router") -> tuple[Float[Tensor, "T K"], Int[Tensor, "T K"]]:

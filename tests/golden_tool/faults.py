@@ -18,6 +18,7 @@ import deepinfer.model.compressor
 import deepinfer.model.engram
 import deepinfer.model.indexer
 import deepinfer.model.moe
+import deepinfer.model.plain_forms
 import deepinfer.ops.index_scores
 from deepinfer.model.attention import Attention
 from deepinfer.model.block import Block
@@ -33,6 +34,7 @@ from deepinfer.model.rope import RotaryEmbedding
 from deepinfer.model.router import Router, RouterOutput
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.elementwise import sqrt_softplus, swiglu
+from deepinfer.ops.quantize import round_fp4_ue8m0
 from deepinfer.ops.rotate import rope_frequencies, rotate_last
 
 Plant = Callable[[Transformer, pytest.MonkeyPatch], None]
@@ -61,11 +63,16 @@ def neox_pairs(x: Tensor, rot: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 def wrong_rope_pairing(model: Transformer, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(deepinfer.model.attention, "rotate_last", neox_pairs)
+    patch.setattr(deepinfer.model.plain_forms, "rotate_last", neox_pairs)
 
 
 def wrong_rope_pairing_of_the_indexer(model: Transformer, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(deepinfer.model.indexer, "rotate_last", neox_pairs)
+    def turned(self: Indexer, x: Tensor, rotation: Tensor, norm: nn.Module | None = None) -> Tensor:
+        rounding = self.numerics.precision.cached(round_fp4_ue8m0)
+        y = neox_pairs(x if norm is None else norm(x), rotation)
+        return y if rounding is None else rounding(y)
+
+    patch.setattr(Indexer, "_turned", turned)
 
 
 def no_yarn(model: Transformer, patch: pytest.MonkeyPatch) -> None:

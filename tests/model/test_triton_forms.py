@@ -5,25 +5,29 @@ between the model and the kernels. Needs triton to be installed, no GPU.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.model.attention import Attention
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.compiled import compilation_count, compile_model
+from deepinfer.model.hyper_connection import Mixes, collapse, spread
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.moe import Experts
 from deepinfer.model.numerics import Ops, reference_ops, triton_ops
-from deepinfer.model.plain_forms import combine
+from deepinfer.model.plain_forms import combine_with_shared
 from deepinfer.model.rows import pack_rows
 from deepinfer.model.transformer import Transformer
-from deepinfer.ops.elementwise import swiglu
+from deepinfer.ops.elementwise import rms_norm, swiglu
 from deepinfer.ops.formats import dequantize_fp4, dequantize_fp8
 from deepinfer.ops.matmul import block_matmul, matmul
-from deepinfer.ops.quantize import round_fp8
+from deepinfer.ops.quantize import round_fp4_e4m3, round_fp4_ue8m0, round_fp8
+from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.triton_kernels.packing import (
     WGMMA,
     PackedMatrix,
@@ -103,9 +107,11 @@ def _stand_ins() -> None:
         fp8_linear,
         hyper_mix,
         index_scores,
+        norm_rotate_round,
+        residual_streams,
         route,
-        routing,
         select,
+        shared_expert,
     )
     from deepinfer.ops.triton_kernels import quantize as activations
 
@@ -114,7 +120,11 @@ def _stand_ins() -> None:
     fp8_linear.fp8_linear_bf16.register_kernel("cpu", linear_bf16)
     fp4_experts.fp4_experts.register_kernel("cpu", experts)
     float32_linear.float32_linear.register_kernel("cpu", lambda x, w: matmul(x, w.to(x.dtype)).float())
-    routing.combine_experts.register_kernel("cpu", lambda outputs, ids, pdl=True: combine(outputs, ids))
+    norm_rotate_round.norm_rotate_round.register_kernel("cpu", finish)
+    residual_streams.collapse_norm.register_kernel("cpu", lambda s, pre, w, eps, pdl=True: rms_norm(collapse(s, pre), w, eps))
+    residual_streams.spread.register_kernel("cpu", lambda y, s, post, comb: spread(y, s, Mixes(post, post, comb)))
+    shared_expert.shared_expert.register_kernel("cpu", shared)
+    shared_expert.combine_with_shared.register_kernel("cpu", combine_with_shared)
     # Of these only the shapes matter here.
     attention.attend_in_place.register_kernel("cpu", lambda q, *others: torch.zeros_like(q))
     hyper_mix.hyper_mix.register_kernel("cpu", mix)
@@ -122,6 +132,18 @@ def _stand_ins() -> None:
     route.route.register_kernel("cpu", choose)
     select.select_entries.register_kernel("cpu", lambda scores, k: torch.zeros(scores.shape[0], k, dtype=torch.int64))
     select.candidate_mask.register_kernel("cpu", lambda scores, visible, size, count: torch.ones_like(scores, dtype=torch.bool))
+
+
+def finish(x: Tensor, rotation: Tensor, gain: Tensor | None, eps: float, rounding: int, pdl: bool = True) -> Tensor:
+    y = rotate_last(x if gain is None else rms_norm(x, gain, eps), rotation)
+    return (lambda v: v, round_fp8, round_fp4_ue8m0, round_fp4_e4m3)[rounding](y)
+
+
+def shared(x: Tensor, *matrices_and_sizes: Any) -> Tensor:
+    *matrices, first, width, limit = matrices_and_sizes
+    gate_up = linear(*quantize(x, WGMMA), *matrices[:4])
+    hidden = swiglu(gate_up[:, :width], gate_up[:, first : first + width], limit).to(x.dtype)
+    return linear(*quantize(F.pad(hidden, (0, matrices[4].shape[1] * 64 - width)), WGMMA), *matrices[4:])
 
 
 def mix(
@@ -141,7 +163,8 @@ def choose(logits: Tensor, bias: Tensor, count: int, scale: float) -> tuple[Tens
 
 def kernel_ops() -> Ops:
     """The operations that have stand-ins here; everything else plain."""
-    names = ("linear", "linears", "grouped_linear", "experts", "combine", "packs_weights")
+    names = ("linear", "linears", "grouped_linear", "experts", "combine", "shared_expert", "packs_weights")
+    names += ("norm_rotate_round", "collapse_norm", "spread")
     fast = triton_ops()
     return replace(reference_ops(), **{name: getattr(fast, name) for name in names})
 

@@ -5,11 +5,18 @@
 | `packing.py` | the order in which weights lie in memory, and its inverse; pure PyTorch | `ops/formats.py` |
 | `decode.py` | packed words to tensor-core operands, in registers | `ops/formats.py` |
 | `quantize.py` | activations to FP8 values in channel order, also after the norm | `ops/quantize.py`, `ops/elementwise.py` |
-| `launch.py` | how kernels follow one another | |
+| `launch.py`, `beside.py` | how kernels follow one another, and how they run side by side | |
 | `fp8_linear.py` | `y = x W^T` for FP8 weights, with FP8 or bfloat16 activations | `ops/matmul.py` |
 | `routing.py` | which tokens each expert gets, and the sum over a token's experts | `model/plain_forms.py` |
 | `fp4_experts.py` | the routed experts with FP4 weights | `model/plain_forms.py` |
-| `block_scaled.py` | both where tensor cores take codes and scales as stored | the same |
+| `shared_expert.py` | the shared expert beside the routed ones, and the sum of all | `model/moe.py` |
+| `hyper_mix.py`, `residual_streams.py` | coefficients of the streams, and what they are for | `model/hyper_connection.py` |
+| `norm_rotate_round.py` | what a vector goes through before it is stored or compared | `model/plain_forms.py` |
+| `attention.py` | attention over lists that are not gathered | `ops/attend.py` |
+| `index_scores.py`, `select.py` | scores of entries, and the choice among them | `ops/index_scores.py`, `ops/select.py` |
+| `route.py` | which experts | `model/router.py` |
+| `float32_linear.py` | products in float32 | `ops/matmul.py` |
+| `block_scaled.py` | linears and experts where tensor cores take codes and scales as stored | the same |
 
 The idea, in three steps.
 

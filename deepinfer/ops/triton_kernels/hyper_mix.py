@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.ops.triton_kernels.beside import beside
+
 CHUNK = 256  # channels of one program
 COLUMNS = 32  # coefficients and the sum of squares, padded
 TOKENS = 16  # of one program
@@ -106,20 +108,23 @@ def mix_kernel(
 def hyper_mix(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`pre` `[T, M]`, `post` `[T, M]` and `comb` `[T, M, M]` of streams `[T, M, D]`, all float32. M is a power of two."""
+    """`pre` `[T, M]`, `post` `[T, M]` and `comb` `[T, M, M]` of streams `[T, M, D]`, all float32. M is a power of two.
+
+    They are being computed beside the current stream: `residual_streams.spread` waits for them. Keep `streams` alive until then.
+    """
     t, m, d = streams.shape
     k, r = m * d, fn.shape[0]
     pre, post, comb = (torch.empty(t, *shape, device=streams.device) for shape in ((m,), (m,), (m, m)))
     if t == 0:
         return pre, post, comb
     chunks = triton.cdiv(k, CHUNK)
-    partial = torch.empty(chunks, t, COLUMNS, device=streams.device)
-    grid, is_bf16 = (chunks, triton.cdiv(t, TOKENS)), streams.dtype == torch.bfloat16
-    project_kernel[grid](streams.contiguous(), fn, partial, t, k, r, CHUNK, COLUMNS, TOKENS, 128, is_bf16, num_warps=4)
-    padded = triton.next_power_of_2(chunks)
-    mix_kernel[(t,)](
-        partial, base, scale, pre, post, comb, t, 1.0 / k, norm_eps, eps, chunks, padded, COLUMNS, m, iterations, num_warps=1
-    )
+    padded, grid, is_bf16 = triton.next_power_of_2(chunks), (chunks, triton.cdiv(t, TOKENS)), streams.dtype == torch.bfloat16
+    with beside(streams.device):
+        partial = torch.empty(chunks, t, COLUMNS, device=streams.device)
+        project_kernel[grid](streams.contiguous(), fn, partial, t, k, r, CHUNK, COLUMNS, TOKENS, 128, is_bf16, num_warps=4)
+        mix_kernel[(t,)](
+            partial, base, scale, pre, post, comb, t, 1.0 / k, norm_eps, eps, chunks, padded, COLUMNS, m, iterations, num_warps=1
+        )
     return pre, post, comb
 
 

@@ -78,9 +78,8 @@ def blocks_of(k: int) -> int:
     return triton.next_power_of_2(triton.cdiv(k, 32))
 
 
-@torch.library.custom_op("deepinfer::quantize_activations", mutates_args=(), device_types="cuda")
-def quantize_activations(x: Tensor, instruction: int, pdl: bool = True) -> tuple[Tensor, Tensor]:
-    """`[T, K]` activations of any float dtype to float16 `[T, K]` in channel order and float32 factors `[T]`."""
+def quantize(x: Tensor, instruction: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """`quantize_activations`, for launches out of another operation."""
     t, k = x.shape
     x16 = torch.empty(t, k, dtype=torch.float16, device=x.device)
     factor = torch.empty(t, dtype=torch.float32, device=x.device)
@@ -89,6 +88,12 @@ def quantize_activations(x: Tensor, instruction: int, pdl: bool = True) -> tuple
             x.contiguous(), x16, factor, k, blocks_of(k), instruction, pdl, num_warps=warps_of(t), **launch_options(pdl)
         )
     return x16, factor
+
+
+@torch.library.custom_op("deepinfer::quantize_activations", mutates_args=(), device_types="cuda")
+def quantize_activations(x: Tensor, instruction: int, pdl: bool = True) -> tuple[Tensor, Tensor]:
+    """`[T, K]` activations of any float dtype to float16 `[T, K]` in channel order and float32 factors `[T]`."""
+    return quantize(x, instruction, pdl)
 
 
 @quantize_activations.register_fake

@@ -79,7 +79,18 @@ def prepare_kernel(
 
 
 @triton.jit
-def combine_kernel(y_ptr, ids_ptr, out_ptr, N, TOPK: tl.constexpr, TOPK2: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+def combine_kernel(
+    y_ptr,
+    ids_ptr,
+    shared_ptr,  # [T, N], added last, if SHARED
+    out_ptr,
+    N,
+    TOPK: tl.constexpr,
+    TOPK2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     choice = tl.arange(0, TOPK2)
@@ -96,7 +107,9 @@ def combine_kernel(y_ptr, ids_ptr, out_ptr, N, TOPK: tl.constexpr, TOPK2: tl.con
     for i in tl.static_range(1, TOPK):
         nth = tl.sum(tl.where(rank == i, choice, 0), 0)
         total += tl.load(y_ptr + (token * TOPK + nth) * N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, total, mask=n < N)
+    if SHARED:
+        total += tl.load(shared_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -161,27 +174,33 @@ def launch(x: Tensor, ids: Tensor, prepared: Prepared, tokens: int, num_experts:
     )
 
 
+def combine(outputs: Tensor, ids: Tensor, shared: Tensor | None, dtype: torch.dtype, pdl: bool) -> Tensor:
+    """Sum `[T, K, D]` over K in float32, ascending by expert id `[T, K]`, then `shared` `[T, D]`, if there is any; in `dtype`."""
+    t, topk, n = outputs.shape
+    out = torch.empty(t, n, dtype=dtype, device=outputs.device)
+    if t:
+        columns = 1024
+        combine_kernel[(t, triton.cdiv(n, columns))](
+            outputs.contiguous(),
+            ids.contiguous(),
+            outputs if shared is None else shared.contiguous(),
+            out,
+            n,
+            topk,
+            triton.next_power_of_2(topk),
+            columns,
+            shared is not None,
+            pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
+    return out
+
+
 @torch.library.custom_op("deepinfer::combine_experts", mutates_args=(), device_types="cuda")
 def combine_experts(outputs: Tensor, ids: Tensor, pdl: bool = True) -> Tensor:
     """Sum `[T, K, D]` over K in float32, ascending by expert id `[T, K]`; the ids of a token are distinct."""
-    t, topk, n = outputs.shape
-    out = torch.empty(t, n, dtype=torch.float32, device=outputs.device)
-    if not t:
-        return out
-    columns = 1024
-    combine_kernel[(t, triton.cdiv(n, columns))](
-        outputs.contiguous(),
-        ids.contiguous(),
-        out,
-        n,
-        topk,
-        triton.next_power_of_2(topk),
-        columns,
-        pdl,
-        num_warps=4,
-        **launch_options(pdl),
-    )
-    return out
+    return combine(outputs, ids, None, torch.float32, pdl)
 
 
 @combine_experts.register_fake

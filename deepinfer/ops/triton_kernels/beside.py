@@ -1,0 +1,39 @@
+"""A second stream, on which short launches run beside long ones.
+
+`beside` opens a fork: what is launched in it waits for what the current stream has been given so far, and for nothing after.
+Whatever reads results of a fork calls `rejoin` first. Tensors of the current stream that a fork reads must be alive until then:
+their memory may be given to the current stream's next launch as soon as nobody holds them, so an operation that rejoins takes them
+as arguments. Both work while a graph is being captured, where forks become branches.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache(maxsize=64)
+def _beside_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """One for each stream, so that capturing one does not touch the others."""
+    return torch.cuda.Stream(device)
+
+
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    current = torch.cuda.current_stream(device)
+    return current, _beside_stream(current.device, current.cuda_stream)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Launch on the second stream of the current one."""
+    current, second = _streams(device)
+    second.wait_stream(current)
+    with torch.cuda.stream(second):
+        yield
+
+
+def rejoin(device: torch.device) -> None:
+    """Let the current stream wait for everything that runs beside it."""
+    current, second = _streams(device)
+    current.wait_stream(second)
