@@ -59,7 +59,16 @@ def variants() -> Iterator[Variant]:
 
 def plain_variants() -> Iterator[Variant]:
     """Kernels of what is not quantised."""
-    from deepinfer.ops.triton_kernels import attention, float32_linear, hyper_mix, index_scores, residual_streams, route, select
+    from deepinfer.ops.triton_kernels import (
+        attention,
+        float32_linear,
+        hyper_mix,
+        index_scores,
+        quantize,
+        residual_streams,
+        route,
+        select,
+    )
 
     types = dict.fromkeys(("maximum_ptr", "sum_ptr", "out_ptr", "sink_ptr", "partial_ptr"), "*fp32")
     types |= dict.fromkeys(("x_ptr", "w_ptr", "q_ptr", "kv_ptr", "parts_ptr", "result_ptr"), "*bf16")
@@ -86,7 +95,7 @@ def plain_variants() -> Iterator[Variant]:
     yield Variant(hyper_mix.mix_kernel, "mix the streams", constants, types, 1)
     types |= dict.fromkeys(("streams_ptr", "y_ptr", "gain_ptr"), "*bf16") | {"one_over_d": "fp32"}
     constants = {"M": 4, "BLOCKS": 256, "PDL": True}
-    yield Variant(residual_streams.collapse_norm_kernel, "collapse and norm", constants, types, residual_streams.NORM_WARPS)
+    yield Variant(residual_streams.collapse_norm_kernel, "collapse and norm", constants, types, quantize.NORM_WARPS)
     constants = {"M": 4, "COLUMNS": residual_streams.COLUMNS}
     yield Variant(residual_streams.spread_kernel, "spread", constants, types | {"out_ptr": "*bf16"}, 4)
     yield from finishing_variants()
@@ -129,9 +138,9 @@ def quantized_variants() -> Iterator[Variant]:
 
     fixed: dict[str, Any] = {"PDL": True}
     yield Variant(quantize.quantize_kernel, "quantize", fixed | {"BLOCKS": 256, "INSTRUCTION": 3}, {}, 16)
-    yield Variant(
-        quantize.norm_quantize_kernel, "norm and quantize", fixed | {"BLOCKS": 256, "INSTRUCTION": 3}, {"y_ptr": "*bf16"}, 16
-    )
+    constants = fixed | {"BLOCKS": 64, "INSTRUCTION": 2}
+    of_norm = {"y_ptr": "*bf16"}
+    yield Variant(quantize.norm_quantize_kernel, "norm and quantize", constants, of_norm, quantize.NORM_WARPS)
     prepare = fixed | {"BLOCKS": 256, "P2": 1024, "E": 384, "E2": 512, "SPLIT": False}
     yield Variant(routing.prepare_kernel, "sort pairs by expert", prepare, {}, 8)
     types = dict.fromkeys(("y_ptr", "shared_ptr", "out_ptr", "gate_up_ptr"), "*bf16")

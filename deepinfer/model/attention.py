@@ -82,8 +82,8 @@ class Attention(nn.Module):
     def _heads(
         self, low_rank: Float[Tensor, "T Rq"], rotation: Float[Tensor, "T half 2"]
     ) -> tuple[Float[Tensor, "T Rq"], Float[Tensor, "T H Dh"]]:
-        latent = self.q_norm(low_rank)
-        heads = self.wq_b(latent).unflatten(1, (self.config.n_heads, self.config.head_dim))
+        latent, flat = self.numerics.ops.norm_linear(low_rank, self.q_norm, self.wq_b)
+        heads = flat.unflatten(1, (self.config.n_heads, self.config.head_dim))
         return latent, self.numerics.ops.norm_rotate_round(heads, rotation)
 
     def window_rows(self, x: Float[Tensor, "T D"], rotation: Float[Tensor, "T half 2"]) -> Float[Tensor, "T Dh"]:

@@ -127,6 +127,12 @@ class LinearsFn(Protocol):
     ) -> tuple[Float[Tensor, "T N"], ...]: ...
 
 
+class NormLinearFn(Protocol):
+    """See `deepinfer.model.plain_forms.norm_linear`."""
+
+    def __call__(self, x: Float[Tensor, "T K"], norm: Any, matrix: Any) -> tuple[Float[Tensor, "T K"], Float[Tensor, "T N"]]: ...
+
+
 class GroupedLinearFn(Protocol):
     """See `deepinfer.model.plain_forms.grouped_linear`."""
 
@@ -236,6 +242,7 @@ class Ops:
     attend: AttendFn
     linear: LinearFn = plain_forms.linear
     linears: LinearsFn = plain_forms.linears
+    norm_linear: NormLinearFn = plain_forms.norm_linear
     grouped_linear: GroupedLinearFn = plain_forms.grouped_linear
     experts: ExpertsFn = plain_forms.experts
     combine: CombineFn = plain_forms.combine_with_shared
@@ -301,6 +308,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         inductor_ops(),
         linear=triton_forms.linear,
         linears=triton_forms.linears,
+        norm_linear=triton_forms.norm_linear,
         grouped_linear=triton_forms.grouped_linear,
         experts=triton_forms.experts,
         combine=triton_forms.combine,

@@ -4,7 +4,7 @@
 
 | operation | plain (here) | `inductor_forms.py` | `triton_forms.py` |
 |---|---|---|---|
-| `linear`, `linears` | blockwise float32 sums | decoded to bfloat16, for a compiler | `ops/triton_kernels/fp8_linear.py` |
+| `linear`, `linears`, `norm_linear` | blockwise sums in float32 | decoded to bfloat16 | `ops/triton_kernels/fp8_linear.py` |
 | `grouped_linear` (wo_a) | a product for each group | one batched product | `ops/triton_kernels/fp8_linear.py` |
 | `experts` | one after the other, or fixed shapes | gathered or grouped | `ops/triton_kernels/fp4_experts.py` |
 | `combine_with_shared` | ascending by expert, the shared one last | the same | `ops/triton_kernels/shared_expert.py` |
@@ -25,7 +25,7 @@ from deepinfer.ops.rotate import rotate_last
 from deepinfer.ops.sinkhorn import sum_in_order
 
 if TYPE_CHECKING:
-    from deepinfer.model.linear import StoredMatrix
+    from deepinfer.model.linear import Linear, StoredMatrix
     from deepinfer.model.moe import Experts
     from deepinfer.model.norm import RMSNorm
     from deepinfer.model.numerics import Numerics
@@ -52,6 +52,12 @@ def linears(
 ) -> tuple[Float[Tensor, "T N"], ...]:
     """`linear` over several matrices of one input."""
     return tuple(numerics.ops.linear(x, matrix, numerics) for matrix in matrices)
+
+
+def norm_linear(x: Float[Tensor, "T K"], norm: "RMSNorm", matrix: "Linear") -> tuple[Float[Tensor, "T K"], Float[Tensor, "T N"]]:
+    """The normalised input, and its product."""
+    normed = norm(x)
+    return normed, matrix(normed)
 
 
 def grouped_linear(x: Float[Tensor, "T G K"], matrix: "StoredMatrix", numerics: "Numerics") -> Float[Tensor, "T G R"]:

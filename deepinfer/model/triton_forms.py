@@ -22,14 +22,14 @@ from deepinfer.ops.triton_kernels import route as routing
 from deepinfer.ops.triton_kernels.fp4_experts import fp4_experts
 from deepinfer.ops.triton_kernels.fp8_linear import fp8_linear, fp8_linear_bf16
 from deepinfer.ops.triton_kernels.packing import WGMMA, permute_channels
-from deepinfer.ops.triton_kernels.quantize import quantize_activations
+from deepinfer.ops.triton_kernels.quantize import norm_quantize_activations, quantize_activations
 from deepinfer.ops.triton_kernels.shared_expert import combine_with_shared
 from deepinfer.ops.triton_kernels.shared_expert import shared_expert as beside_the_experts
 
 if TYPE_CHECKING:
     from deepinfer.model.cache import EntryPool
     from deepinfer.model.hyper_connection import HyperConnection, Mixes
-    from deepinfer.model.linear import Float32Linear, PackedWeights, StoredMatrix
+    from deepinfer.model.linear import Float32Linear, Linear, PackedWeights, StoredMatrix
     from deepinfer.model.moe import Experts, SharedExpert
     from deepinfer.model.norm import RMSNorm
     from deepinfer.model.numerics import Numerics, Rounding
@@ -62,6 +62,15 @@ def linears(
     packed: list[PackedWeights] = [matrix.packed for matrix in matrices]
     parts = _product(x, joined).split([part.padded_rows for part in packed], dim=1)
     return tuple(y[:, : matrix.out_features] for y, matrix in zip(parts, matrices, strict=True))
+
+
+def norm_linear(x: Float[Tensor, "T K"], norm: "RMSNorm", matrix: "Linear") -> tuple[Float[Tensor, "T K"], Float[Tensor, "T N"]]:
+    """The norm in the launch that quantises, where the matrix is packed without padding."""
+    packed = matrix.packed
+    if packed is None or packed.padded_channels != x.shape[1]:
+        return plain_forms.norm_linear(x, norm, matrix)
+    normed, *quantized = norm_quantize_activations(x, norm.weight, norm.eps, WGMMA)
+    return normed, fp8_linear(*quantized, *packed.tensors(), packed.arrivals)[:, : matrix.out_features]
 
 
 def _product(x: Float[Tensor, "T K"], packed: "PackedWeights") -> Float[Tensor, "T Np"]:

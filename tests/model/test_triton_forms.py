@@ -51,6 +51,11 @@ def quantize(x: Tensor, instruction: int, pdl: bool = True) -> tuple[Tensor, Ten
     return (values / factor[:, None]).half(), factor
 
 
+def norm_quantize(x: Tensor, gain: Tensor, eps: float, instruction: int, pdl: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    y = rms_norm(x, gain, eps)
+    return y, *quantize(y, instruction)
+
+
 def in_order(x: Tensor) -> Tensor:
     return x[..., channel_places(x.shape[-1], WGMMA)]
 
@@ -116,6 +121,7 @@ def _stand_ins() -> None:
     from deepinfer.ops.triton_kernels import quantize as activations
 
     activations.quantize_activations.register_kernel("cpu", quantize)
+    activations.norm_quantize_activations.register_kernel("cpu", norm_quantize)
     fp8_linear.fp8_linear.register_kernel("cpu", linear)
     fp8_linear.fp8_linear_bf16.register_kernel("cpu", linear_bf16)
     fp4_experts.fp4_experts.register_kernel("cpu", experts)
@@ -164,7 +170,7 @@ def choose(logits: Tensor, bias: Tensor, count: int, scale: float) -> tuple[Tens
 def kernel_ops() -> Ops:
     """The operations that have stand-ins here; everything else plain."""
     names = ("linear", "linears", "grouped_linear", "experts", "combine", "shared_expert", "packs_weights")
-    names += ("norm_rotate_round", "collapse_norm", "spread")
+    names += ("norm_linear", "norm_rotate_round", "collapse_norm", "spread")
     fast = triton_ops()
     return replace(reference_ops(), **{name: getattr(fast, name) for name in names})
 

@@ -95,6 +95,17 @@ def residual_streams(dtype: torch.dtype) -> None:
         assert dtype == torch.float32 or (observed == expected).float().mean() > 0.99, dim
 
 
+def norm_quantize(dtype: torch.dtype) -> None:
+    """What is quantised is the norm that is returned, to the bit."""
+    from deepinfer.ops.triton_kernels.packing import WGMMA, channel_places
+    from deepinfer.ops.triton_kernels.quantize import norm_quantize_activations as op
+
+    x, gain = vectors((3, 384), dtype), (torch.rand(384) + 0.5).bfloat16()
+    normed, x16, factor = run(op, x, gain, 1e-6, WGMMA, False)
+    torch.testing.assert_close(normed, rms_norm(x, gain, 1e-6), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert torch.equal(x16.float()[:, channel_places(384, WGMMA)] * factor[:, None], round_fp8(normed.float()))
+
+
 def shared_expert(dtype: torch.dtype) -> None:
     """SwiGLU with quantisation, padded channels included; the sum over the experts, the shared one last."""
     from deepinfer.ops.triton_kernels import routing
@@ -114,7 +125,7 @@ def shared_expert(dtype: torch.dtype) -> None:
     assert torch.equal(routing.combine(outputs, ids, shared, dtype, False), combine_with_shared(outputs, ids, shared, x))
 
 
-CASES = {fn.__name__: fn for fn in (norm_rotate_round, residual_streams, shared_expert)}
+CASES = {fn.__name__: fn for fn in (norm_rotate_round, norm_quantize, residual_streams, shared_expert)}
 
 if __name__ == "__main__":
     round_as_torch()

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from deepinfer.ops.triton_kernels.beside import rejoin
 from deepinfer.ops.triton_kernels.launch import launch_options
-from deepinfer.ops.triton_kernels.quantize import blocks_of
+from deepinfer.ops.triton_kernels.quantize import NORM_WARPS, blocks_of
 
-NORM_WARPS = 8  # whatever the batch: they decide the order of the norm's sum
 COLUMNS = 1024  # channels of a program that spreads
 
 
