@@ -76,14 +76,14 @@ def plain_variants() -> Iterator[Variant]:
     types |= {"scale": "fp32", "places_ptr": "*i32"}
     for single in (False, True):
         constants: dict[str, Any] = {"H": 64, "D": 512, "CHUNK": attention.CHUNK, "PLACES": attention.PLACES}
-        constants |= {"HEADS": attention.HEADS, "SINGLE": single}
+        constants |= {"HEADS": attention.HEADS, "SINGLE": single, "PDL": True}
         yield Variant(attention.chunk_kernel, f"attend to {'all' if single else 'a chunk'}", constants, types, 4, 1)
-    yield Variant(attention.merge_kernel, "merge chunks", {"H": 64, "D": 512}, types, 4)
+    yield Variant(attention.merge_kernel, "merge chunks", {"H": 64, "D": 512, "PDL": True}, types, 4)
     for tokens in (16, 64, float32_linear.MOST_TOKENS):
-        constants = {"ROWS": float32_linear.ROWS, "STEP": float32_linear.STEP, "TOKENS": tokens}
+        constants = {"ROWS": float32_linear.ROWS, "STEP": float32_linear.STEP, "TOKENS": tokens, "PDL": True}
         yield Variant(float32_linear.bf16_kernel, f"bf16 linear, {tokens} tokens", constants, types, 4)
     yield Variant(float32_linear.parts_kernel, "float32 activations in parts", {"BLOCK": 1024}, types | {"x_ptr": "*fp32"}, 4)
-    yield Variant(float32_linear.add_kernel, "add parts and splits", {"TERMS": 16, "BLOCK": 128}, types, 4)
+    yield Variant(float32_linear.add_kernel, "add parts and splits", {"TERMS": 16, "BLOCK": 128, "PDL": True}, types, 4)
     floats = ("fn_ptr", "partial_ptr", "base_ptr", "scale_ptr", "pre_ptr", "post_ptr", "comb_ptr", "logits_ptr", "bias_ptr")
     types = dict.fromkeys(floats, "*fp32") | {"norm_eps": "fp32", "scale": "fp32"}
     constants = {"R": 24, "CHUNK": hyper_mix.CHUNK, "COLUMNS": hyper_mix.COLUMNS, "TOKENS": hyper_mix.TOKENS, "STEP": 128}
@@ -99,7 +99,7 @@ def plain_variants() -> Iterator[Variant]:
     constants = {"M": 4, "COLUMNS": residual_streams.COLUMNS}
     yield Variant(residual_streams.spread_kernel, "spread", constants, types | {"out_ptr": "*bf16"}, 4)
     yield from finishing_variants()
-    constants = {"K": 6, "PADDED": 512, "WIDTH": 8, "THRESHOLD": route.THRESHOLD, "SUM_FLOOR": route.SUM_FLOOR}
+    constants = {"K": 6, "PADDED": 512, "WIDTH": 8, "THRESHOLD": route.THRESHOLD, "SUM_FLOOR": route.SUM_FLOOR, "PDL": True}
     yield Variant(route.route_kernel, "choose experts", constants, types, 2)
     types = dict.fromkeys(("q_ptr", "weights_ptr", "keys_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("tables_ptr", "seq_ids_ptr", "n_visible_ptr"), "*i64")

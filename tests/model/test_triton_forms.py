@@ -125,7 +125,7 @@ def _stand_ins() -> None:
     fp8_linear.fp8_linear.register_kernel("cpu", linear)
     fp8_linear.fp8_linear_bf16.register_kernel("cpu", linear_bf16)
     fp4_experts.fp4_experts.register_kernel("cpu", experts)
-    float32_linear.float32_linear.register_kernel("cpu", lambda x, w: matmul(x, w.to(x.dtype)).float())
+    float32_linear.float32_linear.register_kernel("cpu", lambda x, w, pdl=True: matmul(x, w.to(x.dtype)).float())
     norm_rotate_round.norm_rotate_round.register_kernel("cpu", finish)
     residual_streams.collapse_norm.register_kernel("cpu", lambda s, pre, w, eps, pdl=True: rms_norm(collapse(s, pre), w, eps))
     residual_streams.spread.register_kernel("cpu", lambda y, s, post, comb: spread(y, s, Mixes(post, post, comb)))
@@ -163,7 +163,7 @@ def score(q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, seq_ids: Ten
     return q.new_zeros(q.shape[0], tables.shape[1] * per_block)
 
 
-def choose(logits: Tensor, bias: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, bias: Tensor, count: int, scale: float, pdl: bool = True) -> tuple[Tensor, Tensor]:
     return torch.ones(logits.shape[0], count), torch.arange(count).repeat(logits.shape[0], 1)
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.ops.triton_kernels.launch import launch_options
+
 CHUNK = 128  # places of one program
 PLACES = 64  # places of one product
 HEADS = 16  # of one program: more need more shared memory than two programs of a processor have
@@ -44,12 +46,15 @@ def chunk_kernel(
     PLACES: tl.constexpr,
     HEADS: tl.constexpr,
     SINGLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Unnormalised values, maximum and sum of one row, some heads and one chunk; the result itself if the chunk is the only one."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     chunk = tl.program_id(2)
     d = tl.arange(0, D)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     q = tl.load(q_ptr + (row * H + head[:, None]) * D + d[None, :], mask=head[:, None] < H, other=0.0)
     maximum = tl.full((HEADS,), -1e30, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
@@ -69,6 +74,8 @@ def chunk_kernel(
         total = total * decay + tl.sum(probabilities, 1)
         values = values * decay[:, None] + tl.dot(probabilities.to(kv.dtype), kv, input_precision="ieee")
         maximum = higher
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if SINGLE:
         total += tl.exp(tl.load(sink_ptr + head, mask=head < H, other=0.0) - maximum)
         result = (values / total[:, None]).to(result_ptr.dtype.element_ty)
@@ -81,7 +88,7 @@ def chunk_kernel(
 
 
 @triton.jit
-def merge_kernel(out_ptr, maximum_ptr, sum_ptr, sink_ptr, result_ptr, chunks, H: tl.constexpr, D: tl.constexpr):
+def merge_kernel(out_ptr, maximum_ptr, sum_ptr, sink_ptr, result_ptr, chunks, H: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
     """One row and head: add the chunks in order, then the sink to the denominator."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -89,6 +96,8 @@ def merge_kernel(out_ptr, maximum_ptr, sum_ptr, sink_ptr, result_ptr, chunks, H:
     maximum = -1e30
     total = 0.0
     values = tl.zeros((D,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     for chunk in range(chunks):
         place = (row * chunks + chunk) * H + head
         own = tl.load(maximum_ptr + place)
@@ -99,11 +108,22 @@ def merge_kernel(out_ptr, maximum_ptr, sum_ptr, sink_ptr, result_ptr, chunks, H:
         maximum = higher
     total += tl.exp(tl.load(sink_ptr + head) - maximum)
     tl.store(result_ptr + (row * H + head) * D + d, (values / total).to(result_ptr.dtype.element_ty))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @torch.library.custom_op("deepinfer::attend_in_place", mutates_args=(), device_types="cuda")
 def attend_in_place(
-    q: Tensor, own: Tensor, ring: Tensor, pool: Tensor, places: Tensor, is_own: Tensor, visible: Tensor, sink: Tensor, scale: float
+    q: Tensor,
+    own: Tensor,
+    ring: Tensor,
+    pool: Tensor,
+    places: Tensor,
+    is_own: Tensor,
+    visible: Tensor,
+    sink: Tensor,
+    scale: float,
+    pdl: bool = True,
 ) -> Tensor:
     """As `deepinfer.ops.attend.attend` over a list that is not gathered: `[T, H, D]` in the dtype of `q`; D is a power of two.
 
@@ -149,17 +169,28 @@ def attend_in_place(
             PLACES,
             HEADS,
             chunks == 1,
+            pdl,
             num_warps=4,
             num_stages=1,
+            **launch_options(pdl),
         )
         if chunks > 1:
-            merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, num_warps=4)
+            merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, pdl, num_warps=4, **launch_options(pdl))
     return result
 
 
 @attend_in_place.register_fake
 def _(
-    q: Tensor, own: Tensor, ring: Tensor, pool: Tensor, places: Tensor, is_own: Tensor, visible: Tensor, sink: Tensor, scale: float
+    q: Tensor,
+    own: Tensor,
+    ring: Tensor,
+    pool: Tensor,
+    places: Tensor,
+    is_own: Tensor,
+    visible: Tensor,
+    sink: Tensor,
+    scale: float,
+    pdl: bool = True,
 ) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.ops.triton_kernels.launch import launch_options
+
 THRESHOLD = 20.0  # beyond which torch's softplus is the number itself
 SUM_FLOOR = 1e-20
 
@@ -28,16 +30,20 @@ def route_kernel(
     WIDTH: tl.constexpr,
     THRESHOLD: tl.constexpr,
     SUM_FLOOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
+    bias = tl.load(bias_ptr + e, mask=e < E, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(logits_ptr + token * E + e, mask=e < E, other=0.0)
     # log(1 + u) without the digits that 1 + u loses. A minimum would drop NaN.
     u = tl.exp(tl.where(x > THRESHOLD, THRESHOLD, x))
     w = 1 + u
     softplus = tl.where(w == 1, u, tl.log(w) * (u / (w - 1)))
     score = tl.sqrt(tl.where(x > THRESHOLD, x, softplus))
-    biased = tl.where(e < E, score + tl.load(bias_ptr + e, mask=e < E, other=0.0), float("-inf"))
+    biased = tl.where(e < E, score + bias, float("-inf"))
     place = tl.arange(0, WIDTH)
     chosen = tl.zeros((WIDTH,), tl.float32)
     ids = tl.zeros((WIDTH,), tl.int64)
@@ -55,10 +61,12 @@ def route_kernel(
     is_real = place < K
     tl.store(weights_ptr + token * K + place, chosen / total * scale, mask=is_real)
     tl.store(ids_ptr + token * K + place, tl.minimum(ids, E - 1), mask=is_real)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @torch.library.custom_op("deepinfer::route", mutates_args=(), device_types="cuda")
-def route(logits: Tensor, bias: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor, count: int, scale: float, pdl: bool = True) -> tuple[Tensor, Tensor]:
     """Weights float32 and ids int64, `[T, K]` each, best biased score first, of float32 logits `[T, E]`."""
     t, e = logits.shape
     weights = torch.empty(t, count, device=logits.device)
@@ -66,12 +74,25 @@ def route(logits: Tensor, bias: Tensor, count: int, scale: float) -> tuple[Tenso
     if t:
         padded, width = triton.next_power_of_2(e), triton.next_power_of_2(count)
         route_kernel[(t,)](
-            logits.contiguous(), bias, weights, ids, e, scale, count, padded, width, THRESHOLD, SUM_FLOOR, num_warps=2
+            logits.contiguous(),
+            bias,
+            weights,
+            ids,
+            e,
+            scale,
+            count,
+            padded,
+            width,
+            THRESHOLD,
+            SUM_FLOOR,
+            pdl,
+            num_warps=2,
+            **launch_options(pdl),
         )
     return weights, ids
 
 
 @route.register_fake
-def _(logits: Tensor, bias: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, bias: Tensor, count: int, scale: float, pdl: bool = True) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], count)
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
