@@ -122,6 +122,9 @@ def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device
             module.keep_scale_bytes()
     if model.numerics.ops.packs_weights:
         pack_model(model)
+        if device.type == "cuda":
+            # What packing worked in is of no size that anything else has.
+            torch.cuda.empty_cache()
     else:
         expand_if_small(model, EXPAND_LIMIT_BYTES)
     return model.eval()
