@@ -111,6 +111,7 @@ class AcceleratorDevice:
         self.checks_accesses, self.can_capture = False, torch_device.type == "cuda"
         self._copy = torch.Stream(torch_device)
         self._graph_memory: Any = None
+        self._graph_stream: torch.cuda.Stream | None = None
 
     def _stream(self, name: str) -> torch.Stream:
         return torch.accelerator.current_stream(self.torch_device) if name == COMPUTE else self._copy
@@ -140,17 +141,20 @@ class AcceleratorDevice:
     def capture(self, fn: Thunk) -> Thunk:
         if not self.can_capture:
             return fn
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        # One stream for all graphs, because working memory belongs to a stream; and for their first runs, so that whatever a
+        # stream needs at first is there when it is captured.
+        self._graph_stream = stream = self._graph_stream or torch.cuda.Stream(self.torch_device)
+        current = torch.cuda.current_stream(self.torch_device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 fn()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time, so they share their working memory.
         self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
         # Other threads may call into the driver meanwhile.
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"):
             fn()
         return graph.replay
 
