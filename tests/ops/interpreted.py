@@ -57,7 +57,7 @@ def norm_rotate_round(dtype: torch.dtype) -> None:
     """Rotation and rounding to the bit; behind a norm, whose sum has another order, nearly always."""
     from deepinfer.ops.triton_kernels.norm_rotate_round import norm_rotate_round as op
 
-    for shape, half in (((5, 512), 32), ((3, 8, 128), 32), ((4, 96), 16), ((2, 4, 64), 32)):
+    for shape, half in (((5, 512), 32), ((3, 8, 128), 32), ((4, 96), 16), ((2, 4, 64), 32), ((3, 4, 32), 16)):
         turns = rotation(torch.randint(0, 100_000, shape[:1]), rope_frequencies(2 * half, 10000.0))
         for kind, rounding in enumerate(ROUNDINGS):
             x, gain = vectors(shape, dtype), (torch.rand(shape[-1]) + 0.5).bfloat16()
