@@ -81,16 +81,10 @@ def pointers(x_ptr, order_ptr, place, end, channel, K, UP: tl.constexpr, TOPK: t
 def token_pass(
     start,
     end,
-    exponent,
-    words,
-    scales,
     tile,
     row,
-    x_ptr,
-    factor_ptr,
-    y_ptr,
-    order_ptr,
-    weight_ptr,
+    weights,
+    tensors,
     N,
     K,
     LIMIT: tl.constexpr,
@@ -98,24 +92,27 @@ def token_pass(
     TOPK: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr,  # 1, 2 or 4
     PDL: tl.constexpr,
 ):
-    """The rows of a program for up to 8 * TILES tokens; the four tiles are spelled out, because Triton has no lists in loops."""
+    """The rows of a program for up to 8 * TILES tokens; the tiles are spelled out, because Triton has no lists in loops."""
+    words, scales, exponent = weights
+    x_ptr, factor_ptr, y_ptr, order_ptr, weight_ptr = tensors
     N16: tl.constexpr = ROWS // 16
     channel = tl.arange(0, 256)
     place = start + tl.arange(0, 8)
     x0 = pointers(x_ptr, order_ptr, place, end, channel, K, UP, TOPK)
     is0 = (place < end)[None, :]
     acc0 = tl.zeros((ROWS, 8), tl.float32)
-    if TILES == 4:
+    if TILES >= 2:
         x1 = pointers(x_ptr, order_ptr, place + 8, end, channel, K, UP, TOPK)
+        is1 = (place + 8 < end)[None, :]
+        acc1 = acc0
+    if TILES == 4:
         x2 = pointers(x_ptr, order_ptr, place + 16, end, channel, K, UP, TOPK)
         x3 = pointers(x_ptr, order_ptr, place + 24, end, channel, K, UP, TOPK)
-        is1 = (place + 8 < end)[None, :]
         is2 = (place + 16 < end)[None, :]
         is3 = (place + 24 < end)[None, :]
-        acc1 = acc0
         acc2 = acc0
         acc3 = acc0
     for step in range(K // 256):
@@ -125,15 +122,17 @@ def token_pass(
             s = tl.permute(s, (1, 0))
         a = fp4_tile(w, tl.reshape(s, (N16 * 32,)), N16)
         acc0 = tl.dot(a, tl.load(x0 + step * 256, mask=is0, other=0.0), acc0)
-        if TILES == 4:
+        if TILES >= 2:
             acc1 = tl.dot(a, tl.load(x1 + step * 256, mask=is1, other=0.0), acc1)
+        if TILES == 4:
             acc2 = tl.dot(a, tl.load(x2 + step * 256, mask=is2, other=0.0), acc2)
             acc3 = tl.dot(a, tl.load(x3 + step * 256, mask=is3, other=0.0), acc3)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     finish(acc0, exponent, tile, row, place, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
-    if TILES == 4:
+    if TILES >= 2:
         finish(acc1, exponent, tile, row, place + 8, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
+    if TILES == 4:
         finish(acc2, exponent, tile, row, place + 16, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
         finish(acc3, exponent, tile, row, place + 24, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
 
@@ -192,30 +191,19 @@ def fp4_experts_kernel(
         scales = scales + tl.arange(0, WARPS * 32)
     else:
         scales = scales + tl.arange(0, WARPS * 32)[:, None] * REPEAT + tl.arange(0, REPEAT)[None, :]
+    weights = (words, scales, exponent)
+    tensors = (x_ptr, factor_ptr, y_ptr, order_ptr, weight_ptr)
     for start in range(begin, end, 8 * TILES):
-        token_pass(
-            start,
-            end,
-            exponent,
-            words,
-            scales,
-            tile,
-            row,
-            x_ptr,
-            factor_ptr,
-            y_ptr,
-            order_ptr,
-            weight_ptr,
-            N,
-            K,
-            LIMIT,
-            UP,
-            TOPK,
-            ROWS,
-            WARPS,
-            TILES,
-            PDL,
-        )
+        if TILES == 1:
+            token_pass(start, end, tile, row, weights, tensors, N, K, LIMIT, UP, TOPK, ROWS, WARPS, 1, PDL)
+        else:
+            # No products for tiles that the last tokens leave empty.
+            if end - start <= 8:
+                token_pass(start, end, tile, row, weights, tensors, N, K, LIMIT, UP, TOPK, ROWS, WARPS, 1, PDL)
+            elif end - start <= 16:
+                token_pass(start, end, tile, row, weights, tensors, N, K, LIMIT, UP, TOPK, ROWS, WARPS, 2, PDL)
+            else:
+                token_pass(start, end, tile, row, weights, tensors, N, K, LIMIT, UP, TOPK, ROWS, WARPS, 4, PDL)
 
 
 def launch(
