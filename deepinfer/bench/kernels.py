@@ -6,6 +6,7 @@ The floor is the time in which the weights can be read.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -42,6 +43,7 @@ LINEARS = {
     "engram wkv": (25600, 6144, 0),
     "main_proj": (5120, 15360, 0),
 }
+HEADS, HEAD_DIM, WINDOW, CHOSEN, POOL_ROWS = 64, 512, 128, 512, 500_000
 DIM, INTER_DIM, NUM_EXPERTS, TOPK, LIMIT = 5120, 2304, 384, 6, 10.0
 
 
@@ -151,10 +153,8 @@ def linear_times(name: str, tokens: Sequence[int], bandwidth: float, inductor: b
             for tiling in tilings(t, n):
                 if split != best or tiling != tiling_of(t, n):
                     note = f"{tuple(tiling)} split {split}"
-                    try:
-                        yield time_of(name, t, num_bytes, bandwidth, [partial(call, tiling=tiling, split=split)], copies, note)
-                    except Exception as error:  # too many resources for a processor, say: the sweep goes on
-                        print(f"{name} {t} {note}: {type(error).__name__} {str(error)[:100]}", file=sys.stderr)
+                    form = partial(call, tiling=tiling, split=split)
+                    yield from tried(name, t, num_bytes, bandwidth, form, copies, note)
 
 
 def tilings(t: int, n: int) -> Iterator["Tiling"]:
@@ -187,6 +187,74 @@ def activation_times(tokens: Sequence[int], bandwidth: float, inductor: bool) ->
             if inductor:
                 forms.append(lambda _: norm(x, gain))  # noqa: B023
             yield time_of(f"norm+quantize {k}", t, 6 * t * k, bandwidth, forms, 20, "other: norm alone")
+
+
+def attention_times(tokens: Sequence[int], bandwidth: float, sweep: bool) -> Iterator[KernelTime]:
+    """Attention over a full window and as many entries as are chosen, each row's its own; with `sweep` in other cuts too.
+
+    The floor is the time to read what the lists name, each row's once.
+    """
+    from deepinfer.ops.triton_kernels import attention
+
+    sink = torch.randn(HEADS, device="cuda")
+    pool = torch.randn(POOL_ROWS, HEAD_DIM, device="cuda").bfloat16()
+    for t in tokens:
+        calls = max(2, min(16, 512 // t))
+        q = torch.randn(t, HEADS, HEAD_DIM, device="cuda").bfloat16()
+        places = torch.randint(POOL_ROWS, (calls, t, WINDOW + CHOSEN), device="cuda", dtype=torch.int32)
+        is_own, visible = torch.zeros(t, WINDOW, device="cuda").bool(), torch.ones(t, WINDOW + CHOSEN, device="cuda").bool()
+
+        def call(i: int, cut: "attention.Cut" = attention.CUT) -> Tensor:
+            return attention.launch(q, pool, pool, pool, places[i], is_own, visible, sink, HEAD_DIM**-0.5, True, cut)  # noqa: B023
+
+        num_bytes = min(t * (WINDOW + CHOSEN), POOL_ROWS) * HEAD_DIM * 2
+        yield time_of("attention", t, num_bytes, bandwidth, [call], calls)
+        if not sweep:
+            continue
+        for chunk, part, heads, warps, stages in itertools.product((64, 128, 320, 640), (32, 64), (16, 32, 64), (4, 8), (1, 2)):
+            if chunk % part:
+                continue
+            cut = attention.Cut(chunk, part, heads, warps, stages)
+            yield from tried("attention", t, num_bytes, bandwidth, partial(call, cut=cut), calls, str(tuple(cut)))
+
+
+def tried(
+    name: str, tokens: int, num_bytes: float, bandwidth: float, form: Callable[[int], object], calls: int, note: str
+) -> Iterator[KernelTime]:
+    """A time, or a line that says why there is none: too many resources for a processor, say. A sweep goes on."""
+    try:
+        yield time_of(name, tokens, num_bytes, bandwidth, [form], calls, note)
+    except Exception as error:
+        print(f"{name} {tokens} {note}: {type(error).__name__} {str(error)[:100]}", file=sys.stderr)
+
+
+def stream_times(tokens: Sequence[int], bandwidth: float) -> Iterator[KernelTime]:
+    """What a sub-layer does to the streams: coefficients, collapse with norm, spread; and vectors before they are stored."""
+    from deepinfer.ops.triton_kernels.beside import rejoin
+    from deepinfer.ops.triton_kernels.hyper_mix import hyper_mix
+    from deepinfer.ops.triton_kernels.norm_rotate_round import FP8, norm_rotate_round
+    from deepinfer.ops.triton_kernels.residual_streams import collapse_norm, spread
+
+    device = torch.device("cuda")
+    fn, base, scale = torch.randn(24, 4 * DIM, device=device), torch.randn(24, device=device), torch.randn(3, device=device)
+    gain = torch.ones(DIM, device=device).bfloat16()
+    for t in tokens:
+        streams, y = torch.randn(t, 4, DIM, device=device).bfloat16(), torch.randn(t, DIM, device=device).bfloat16()
+        pre, comb = torch.rand(t, 4, device=device), torch.rand(t, 4, 4, device=device)
+        kv, rotation = torch.randn(t, HEAD_DIM, device=device).bfloat16(), torch.randn(t, 32, 2, device=device)
+
+        def mix(i: int) -> None:
+            hyper_mix(streams, fn, base, scale, 1e-6, 1e-6, 20)  # noqa: B023
+            rejoin(device)
+
+        forms: dict[str, tuple[int, Callable[[int], object]]] = {
+            "hyper mix": (fn.nbytes, mix),
+            "collapse and norm": (10 * t * DIM, lambda _: collapse_norm(streams, pre, gain, 1e-6)),  # noqa: B023
+            "spread": (18 * t * DIM, lambda _: spread(y, streams, pre, comb)),  # noqa: B023
+            "finish window rows": (4 * t * HEAD_DIM, lambda _: norm_rotate_round(kv, rotation, gain[:HEAD_DIM], 1e-6, FP8)),  # noqa: B023
+        }
+        for name, (num_bytes, form) in forms.items():
+            yield time_of(name, t, num_bytes, bandwidth, [form], 20)
 
 
 def random_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -240,6 +308,10 @@ def measure(tokens: Sequence[int], only: Sequence[str], inductor: bool, sweep: b
     yield KernelTime("plain read", 0, READ_BYTES / bandwidth * 1e6, READ_BYTES / 1e6, READ_BYTES / bandwidth * 1e6, 1.0)
     if "activations" in only:
         yield from activation_times(tokens, bandwidth, inductor)
+    if "streams" in only:
+        yield from stream_times(tokens, bandwidth)
+    if "attention" in only:
+        yield from attention_times(tokens, bandwidth, sweep)
     if "linears" in only:
         for name in LINEARS:
             yield from linear_times(name, tokens, bandwidth, inductor, sweep)
@@ -251,12 +323,12 @@ def measure(tokens: Sequence[int], only: Sequence[str], inductor: bool, sweep: b
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line for each figure as it comes, write all of them as JSON."""
-    kinds = ("activations", "linears", "experts")
+    kinds = ("activations", "streams", "attention", "linears", "experts")
     parser = argparse.ArgumentParser(prog="python -m deepinfer.bench.kernels", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="batch sizes")
     parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds), help="what to measure (default: all)")
     parser.add_argument("--no-inductor", action="store_true", help="do not compile and time the Inductor forms")
-    parser.add_argument("--sweep", action="store_true", help="also time other cuts of the linears")
+    parser.add_argument("--sweep", action="store_true", help="also time other cuts of the linears and of attention")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():

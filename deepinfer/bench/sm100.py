@@ -75,9 +75,11 @@ def plain_variants() -> Iterator[Variant]:
     types |= dict.fromkeys(("own_ptr", "ring_ptr", "pool_ptr"), "*bf16") | dict.fromkeys(("visible_ptr", "is_own_ptr"), "*i1")
     types |= {"scale": "fp32", "places_ptr": "*i32"}
     for single in (False, True):
-        constants: dict[str, Any] = {"H": 64, "D": 512, "CHUNK": attention.CHUNK, "PLACES": attention.PLACES}
-        constants |= {"HEADS": attention.HEADS, "SINGLE": single, "PDL": True}
-        yield Variant(attention.chunk_kernel, f"attend to {'all' if single else 'a chunk'}", constants, types, 4, 1)
+        cut = attention.CUT
+        constants: dict[str, Any] = {"H": 64, "D": 512, "CHUNK": cut.chunk, "PLACES": cut.places}
+        constants |= {"HEADS": cut.heads, "SINGLE": single, "PDL": True}
+        name = f"attend to {'all' if single else 'a chunk'}"
+        yield Variant(attention.chunk_kernel, name, constants, types, cut.warps, cut.stages)
     yield Variant(attention.merge_kernel, "merge chunks", {"H": 64, "D": 512, "PDL": True}, types, 4)
     for tokens in (16, 64, float32_linear.MOST_TOKENS):
         constants = {"ROWS": float32_linear.ROWS, "STEP": float32_linear.STEP, "TOKENS": tokens, "PDL": True}

@@ -9,6 +9,8 @@ A place of the window is a row of this step (`own`) or of the ring, every other 
 Legend: T rows, H heads, S places, W places of the window, D channels, C chunks of places.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +18,20 @@ from torch import Tensor
 
 from deepinfer.ops.triton_kernels.launch import launch_options
 
-CHUNK = 128  # places of one program
-PLACES = 64  # places of one product
-HEADS = 16  # of one program: more need more shared memory than two programs of a processor have
 ROWS_AT_ONCE = 256  # bounds the memory of the chunks' results
+
+
+class Cut(NamedTuple):
+    """How attention is cut into programs. `chunk` and `places` decide the order of sums, so one cut serves every batch."""
+
+    chunk: int  # places of one program
+    places: int  # of one product
+    heads: int  # of one program: more need more shared memory than two programs of a processor have
+    warps: int
+    stages: int
+
+
+CUT = Cut(chunk=128, places=64, heads=16, warps=4, stages=1)
 
 
 @triton.jit
@@ -112,6 +124,66 @@ def merge_kernel(out_ptr, maximum_ptr, sum_ptr, sink_ptr, result_ptr, chunks, H:
         tl.extra.cuda.gdc_launch_dependents()
 
 
+def launch(
+    q: Tensor,
+    own: Tensor,
+    ring: Tensor,
+    pool: Tensor,
+    places: Tensor,
+    is_own: Tensor,
+    visible: Tensor,
+    sink: Tensor,
+    scale: float,
+    pdl: bool,
+    cut: Cut = CUT,
+) -> Tensor:
+    """`attend_in_place`; another cut is for measurements."""
+    t, h, d = q.shape
+    s, w = places.shape[1], is_own.shape[1]
+    result = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
+    chunks = max(triton.cdiv(s, cut.chunk), 1)
+    q, own, ring, pool = (x.contiguous() for x in (q, own, ring, pool))
+    places, is_own, visible = (x.contiguous() for x in (places, is_own, visible))
+    most = min(t, ROWS_AT_ONCE) if chunks > 1 else 0
+    out = torch.empty(most, chunks, h, d, device=q.device)
+    maximum, total = (torch.empty(most, chunks, h, device=q.device) for _ in range(2))
+    rows_at_once = ROWS_AT_ONCE if chunks > 1 else max(t, 1)
+    for start in range(0, t, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        rows = q[part].shape[0]
+        chunk_kernel[(rows, triton.cdiv(h, cut.heads), chunks)](
+            q[part],
+            own,
+            ring,
+            pool,
+            places[part],
+            is_own[part],
+            visible[part],
+            sink,
+            result[part],
+            out,
+            maximum,
+            total,
+            s,
+            w,
+            scale,
+            chunks,
+            h,
+            d,
+            cut.chunk,
+            cut.places,
+            cut.heads,
+            chunks == 1,
+            pdl,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+            **launch_options(pdl),
+        )
+        if chunks > 1:
+            merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, pdl, num_warps=4, **launch_options(pdl))
+    return result
+
+
 @torch.library.custom_op("deepinfer::attend_in_place", mutates_args=(), device_types="cuda")
 def attend_in_place(
     q: Tensor,
@@ -133,50 +205,7 @@ def attend_in_place(
         is_own: bool `[T, W]`.
         visible: bool `[T, S]`; what is not may stand anywhere.
     """
-    t, h, d = q.shape
-    s, w = places.shape[1], is_own.shape[1]
-    result = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
-    chunks = max(triton.cdiv(s, CHUNK), 1)
-    q, own, ring, pool = (x.contiguous() for x in (q, own, ring, pool))
-    places, is_own, visible = (x.contiguous() for x in (places, is_own, visible))
-    most = min(t, ROWS_AT_ONCE) if chunks > 1 else 0
-    out = torch.empty(most, chunks, h, d, device=q.device)
-    maximum, total = (torch.empty(most, chunks, h, device=q.device) for _ in range(2))
-    rows_at_once = ROWS_AT_ONCE if chunks > 1 else max(t, 1)
-    for start in range(0, t, rows_at_once):
-        part = slice(start, start + rows_at_once)
-        rows = q[part].shape[0]
-        chunk_kernel[(rows, triton.cdiv(h, HEADS), chunks)](
-            q[part],
-            own,
-            ring,
-            pool,
-            places[part],
-            is_own[part],
-            visible[part],
-            sink,
-            result[part],
-            out,
-            maximum,
-            total,
-            s,
-            w,
-            scale,
-            chunks,
-            h,
-            d,
-            CHUNK,
-            PLACES,
-            HEADS,
-            chunks == 1,
-            pdl,
-            num_warps=4,
-            num_stages=1,
-            **launch_options(pdl),
-        )
-        if chunks > 1:
-            merge_kernel[(rows, h)](out, maximum, total, sink, result[part], chunks, h, d, pdl, num_warps=4, **launch_options(pdl))
-    return result
+    return launch(q, own, ring, pool, places, is_own, visible, sink, scale, pdl)
 
 
 @attend_in_place.register_fake
