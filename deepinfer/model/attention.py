@@ -9,7 +9,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model.cache import ALL_ROWS, LayerCache, look_back, store_latest, window_places, window_positions
+from deepinfer.model.cache import ALL_ROWS, LayerCache, look_back, store_latest, window_positions
 from deepinfer.model.compressor import Compressor
 from deepinfer.model.indexer import Indexer, Shared
 from deepinfer.model.linear import Linear
@@ -59,7 +59,9 @@ class Attention(nn.Module):
         if self.indexer is not None:
             chosen = self.indexer(x, query_latent, table.query, rows, shared, cache)
             candidates = shared.candidates if chosen.candidates is None else chosen.candidates
+            window = shared.window
             shared = Shared(shared.pool, chosen.selected, candidates)
+            shared = shared if window is None else shared.with_places(window, rows)
         if rows.context is not None:
             rows.context.fill_halo(kv, cache.ring)
         out = self._attend(q, kv, rows, shared, cache)
@@ -114,14 +116,15 @@ class Attention(nn.Module):
             pool.write(rows, entries, index_keys)
         else:
             rows.context.write_entries(pool, rows, entries, index_keys)
-        return Shared(pool, shared.selected, shared.candidates)
+        # Without the choice among the last source's entries: this source makes its own.
+        return Shared(pool, candidates=shared.candidates, window=shared.window)
 
     def _attend(
         self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
     ) -> Float[Tensor, "T H Dh"]:
         """Attend over each row's list: the window oldest first, then the selected entries in ascending order."""
         if self.numerics.ops.attend_in_place is not None:
-            return self._attend_in_place(q, kv, rows, shared, cache)
+            return self._attend_in_place(q, kv, shared, cache)
         # A compiler wants no loop over rows; it serves steps of bounded size.
         count = q.shape[0]
         parts = [ALL_ROWS] if self.numerics.ops.static_shapes else [slice(i, i + ATTEND_ROWS) for i in range(0, count, ATTEND_ROWS)]
@@ -129,21 +132,17 @@ class Attention(nn.Module):
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _attend_in_place(
-        self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache
+        self, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], shared: Shared, cache: LayerCache
     ) -> Float[Tensor, "T H Dh"]:
         """The same over where the list's vectors lie, without a copy of them."""
-        attend = self.numerics.ops.attend_in_place
+        attend, listed = self.numerics.ops.attend_in_place, shared.listed if self.ratio else shared.window
         assert attend is not None
-        keys, seen = window_positions(rows.positions, self.config.window_size, rows.first_keys)
-        window = window_places(rows, cache.ring.shape[1], keys)
-        places = torch.where(window.is_own, window.own, window.ring)
+        assert listed is not None
         ring = pool = cache.ring.flatten(0, 1)
         if self.ratio:
             assert shared.pool is not None
-            assert shared.selected is not None
-            places = torch.cat((places, shared.pool.addresses(rows, shared.selected)), dim=1)
-            seen, pool = torch.cat((seen, shared.selected >= 0), dim=1), shared.pool.entries
-        return attend(q, kv, ring, pool, places.int(), window.is_own, seen, self.attn_sink, self.config.scale)
+            pool = shared.pool.entries
+        return attend(q, kv, ring, pool, *listed, self.attn_sink, self.config.scale)
 
     def _attend_rows(
         self, part: slice, q: Float[Tensor, "T H Dh"], kv: Float[Tensor, "T Dh"], rows: Rows, shared: Shared, cache: LayerCache

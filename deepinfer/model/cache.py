@@ -177,6 +177,26 @@ def window_places(rows: Rows, ring_rows: int, key_positions: Int[Tensor, "T W"],
     return WindowPlaces(is_own, own, rows.row_slots[part, None] * ring_rows + key_positions.clamp(min=0) % ring_rows)
 
 
+class KeyPlaces(NamedTuple):
+    """Where the keys of each row lie: those of its window, oldest first, and behind them the selected entries, ascending."""
+
+    places: Int[Tensor, "T S"]  # int32: rows of the step or of the ring for the window, then rows of the pool
+    is_own: Bool[Tensor, "T W"]
+    visible: Bool[Tensor, "T S"]  # what is not may lie anywhere
+
+    def with_entries(self, pool: EntryPool, rows: Rows, selected: Int[Tensor, "T N"]) -> "KeyPlaces":
+        """A window's places, and behind them those of entries; -1 stands for none."""
+        places = torch.cat((self.places, pool.addresses(rows, selected).int()), dim=1)
+        return KeyPlaces(places, self.is_own, torch.cat((self.visible, selected >= 0), dim=1))
+
+
+def window_key_places(rows: Rows, window: int, ring_rows: int) -> KeyPlaces:
+    """The window's places, alike in all layers."""
+    keys, visible = window_positions(rows.positions, window, rows.first_keys)
+    found = window_places(rows, ring_rows, keys)
+    return KeyPlaces(torch.where(found.is_own, found.own, found.ring).int(), found.is_own, visible)
+
+
 def look_back(
     rows: Rows,
     own: Shaped[Tensor, "T ..."],

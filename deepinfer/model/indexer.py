@@ -14,7 +14,7 @@ from torch import nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.dims import Bool, Float, Int, Tensor
-from deepinfer.model.cache import EntryPool, LayerCache
+from deepinfer.model.cache import EntryPool, KeyPlaces, LayerCache
 from deepinfer.model.linear import Linear
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import ROW_TILE, Numerics
@@ -33,6 +33,15 @@ class Shared:
     pool: EntryPool | None = None  # entries and index keys of the latest KV source
     selected: Int[Tensor, "T N"] | None = None  # entry ids of the latest index source, ascending, -1 behind them
     candidates: Bool[Tensor, "T C"] | None = None  # entries that later index sources may choose
+    # Where keys lie, for attention in place: of the window, and of the window with the selected entries.
+    window: KeyPlaces | None = None
+    listed: KeyPlaces | None = None
+
+    def with_places(self, window: KeyPlaces, rows: Rows) -> "Shared":
+        """The same with places of `rows`."""
+        is_listed = self.pool is not None and self.selected is not None
+        listed = window.with_entries(self.pool, rows, self.selected) if is_listed else None  # type: ignore[arg-type]
+        return Shared(self.pool, self.selected, self.candidates, window, listed)
 
 
 class IndexerOutput(NamedTuple):

@@ -14,7 +14,7 @@ from deepinfer.dims import Float, Int, Tensor
 from deepinfer.errors import ShapeError
 from deepinfer.model.attention import Attention
 from deepinfer.model.block import Block
-from deepinfer.model.cache import CacheSizes, ModelCache
+from deepinfer.model.cache import CacheSizes, ModelCache, window_key_places
 from deepinfer.model.draft import DSpark, Proposal, SampleFn, TokenEmbedding, greedy
 from deepinfer.model.engram import Engram, TokenWindow
 from deepinfer.model.hyper_connection import collapse, enter, mean_stream
@@ -51,6 +51,12 @@ class BetweenLayers(NamedTuple):
     enter: Callable[..., Any]
     mean_stream: Callable[..., Any]
     collapse: Callable[..., Any]
+    place: Callable[..., Any]
+
+
+def place(shared: Shared, rows: Rows, window: int, ring_rows: int) -> Shared:
+    """What layers share, with where the keys of `rows` lie."""
+    return shared.with_places(window_key_places(rows, window, ring_rows), rows)
 
 
 class Transformer(nn.Module):
@@ -59,7 +65,7 @@ class Transformer(nn.Module):
     `expert_ids`: the routed backbone experts that this process holds; all of them by default.
     """
 
-    stages = BetweenLayers(enter, mean_stream, collapse)
+    stages = BetweenLayers(enter, mean_stream, collapse, place)
 
     def __init__(self, config: ModelConfig, numerics: Numerics, expert_ids: tuple[int, ...] | None = None) -> None:
         super().__init__()
@@ -91,7 +97,7 @@ class Transformer(nn.Module):
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
         streams, pre_mix = self.stages.enter(embedded, config.hyper_connection.mult)
         is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding or rows.is_even else None
-        shared = Shared()
+        shared = self._placed(Shared(), rows, cache)
         features: list[Tensor] = []
         # A model cut to its first layers keeps the ids, but has no draft blocks.
         targets = config.draft.target_layer_ids if config.draft.n_layers else ()
@@ -104,6 +110,7 @@ class Transformer(nn.Module):
                 is_padding = None if is_padding is None else is_padding[kept]
                 if not kept.shape[0]:
                     break
+                shared = self._placed(shared, rows, cache)
             if layer.engram is not None:
                 streams = layer.engram(streams, window, self.token_window.pad)
             if index in targets:
@@ -113,6 +120,12 @@ class Transformer(nn.Module):
                 streams, pre_mix, rows, rope, shared, cache.layers[index], is_padding=is_padding, is_even=rows.is_even
             )
         return Hidden(rows, self.stages.collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
+
+    def _placed(self, shared: Shared, rows: Rows, cache: ModelCache) -> Shared:
+        """With the places of the keys of `rows`, if attention reads them in place."""
+        if self.numerics.ops.attend_in_place is None:
+            return shared
+        return self.stages.place(shared, rows, self.config.attention.window_size, cache.ring_rows)
 
     def forward_without_rows(self) -> None:
         """The part of a forward that other processes wait for when this one has no rows: each layer's exchange of experts."""
