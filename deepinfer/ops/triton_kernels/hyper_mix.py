@@ -114,12 +114,12 @@ def hyper_mix(
     """
     t, m, d = streams.shape
     k, r = m * d, fn.shape[0]
-    pre, post, comb = (torch.empty(t, *shape, device=streams.device) for shape in ((m,), (m,), (m, m)))
-    if t == 0:
-        return pre, post, comb
     chunks = triton.cdiv(k, CHUNK)
     padded, grid, is_bf16 = triton.next_power_of_2(chunks), (chunks, triton.cdiv(t, TOKENS)), streams.dtype == torch.bfloat16
     with beside(streams.device):
+        pre, post, comb = (torch.empty(t, *shape, device=streams.device) for shape in ((m,), (m,), (m, m)))
+        if t == 0:
+            return pre, post, comb
         partial = torch.empty(chunks, t, COLUMNS, device=streams.device)
         project_kernel[grid](streams.contiguous(), fn, partial, t, k, r, CHUNK, COLUMNS, TOKENS, 128, is_bf16, num_warps=4)
         mix_kernel[(t,)](
