@@ -74,6 +74,9 @@ def norm_rotate_round(dtype: torch.dtype) -> None:
             observed = run(op, x, turns, gain, 1e-6, kind, False)
             assert observed[0].isnan().any(), (shape, kind)
             assert not observed[-1].isnan().any(), (shape, kind)
+            x.view(-1)[40] = float("-inf")
+            observed = run(op, x, turns, None, 0.0, kind, False)
+            torch.testing.assert_close(observed, rounding(rotate_last(x, turns)), rtol=0, atol=0, equal_nan=True)
 
 
 def residual_streams(dtype: torch.dtype) -> None:

@@ -33,9 +33,14 @@ def e2m1(units):
 
 @triton.jit
 def rounded(v, ROUNDING: tl.constexpr):
-    """Float32 `[groups, channels of a group]` rounded to a block-scaled format; a group with NaN is NaN."""
+    """Float32 `[groups, channels of a group]` rounded to a block-scaled format; a group with NaN is NaN.
+
+    So is one with an infinity, but for FP4 in scales of E4M3, which end at 448.
+    """
     largest = tl.max(tl.abs(v), 1)
     broken = tl.max((v != v).to(tl.int32), 1) > 0
+    if ROUNDING != 3:
+        broken = broken | (largest == float("inf"))
     if ROUNDING == 1:
         biased = fp8_scale(largest)
         scale = power_of_two(biased)
