@@ -410,6 +410,16 @@ def test_a_feed_forward_agrees_in_all_three_forms_compiled_or_not() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens", [2, 19, 130])
+def test_a_feed_forward_with_its_shared_expert_beside_it_repeats_and_can_be_captured(tokens: int) -> None:
+    layer = random_model(packable_config(), device="cuda", ops=triton_ops()).layers[0].ffn
+    x = random_activations(tokens, 256, "cuda")
+    assert layer.shared_experts.w1.joined is not None
+    check_repeats(lambda: layer(x))
+    check_captured(lambda: layer(x), layer(x))
+
+
+@torch.no_grad()
 def test_a_sequence_does_not_depend_on_its_company_in_a_model_over_the_kernels() -> None:
     model = random_model(packable_config(), device="cuda", ops=triton_ops(batch_invariant=True))
     ids = torch.randint(277, (5, 33), device="cuda")

@@ -274,6 +274,51 @@ def test_a_kernel_can_be_captured(name: str) -> None:
         check_equal(out, expected, "replay")
 
 
+LONG = 20_000_000  # cycles of a processor that has something else to do: what does not wait is seen to be early
+
+
+def test_a_reader_waits_for_what_runs_beside_it() -> None:
+    from deepinfer.ops.triton_kernels.beside import beside, rejoin
+
+    device, x = torch.device("cuda"), torch.full((1000,), 3.0, device="cuda")
+    for _ in range(3):
+        with beside(device):
+            torch.cuda._sleep(LONG)
+            y = x + 1
+        rejoin(device)
+        assert bool((y == 4).all())
+
+
+def test_coefficients_that_nobody_keeps_are_written_to_nobody_elses_memory() -> None:
+    from deepinfer.ops.triton_kernels.beside import beside, rejoin
+    from deepinfer.ops.triton_kernels.hyper_mix import hyper_mix
+
+    device, streams = torch.device("cuda"), torch.randn(ROWS, 4, 256, device="cuda").bfloat16()
+    fn, base, scale = torch.randn(24, 1024, device="cuda"), torch.randn(24, device="cuda"), torch.randn(3, device="cuda")
+    for _ in range(3):
+        with beside(device):
+            torch.cuda._sleep(LONG)
+        hyper_mix(streams, fn, base, scale, 1e-6, 1e-6, 20)
+        others = [torch.zeros(ROWS, *shape, device=device) for shape in ((4,), (4,), (4, 4)) for _ in range(4)]
+        rejoin(device)
+        assert not any(bool(other.any()) for other in others)
+
+
+def test_streams_are_spread_in_a_graph_of_their_own() -> None:
+    from deepinfer.ops.triton_kernels.residual_streams import spread as spread_streams
+
+    streams, y = torch.randn(9, 4, 256, device="cuda").bfloat16(), torch.randn(9, 256, device="cuda").bfloat16()
+    post, comb = torch.rand(9, 4, device="cuda"), torch.rand(9, 4, 4, device="cuda")
+    expected = spread_streams(y, streams, post, comb)
+    assert torch.equal(expected, spread(y, streams, Mixes(post, post, comb)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = spread_streams(y, streams, post, comb)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 def router_of(experts: int, chosen: int) -> Router:
     config = flash_slice()
     moe = replace(config.moe, n_routed_experts=experts, n_activated_experts=chosen)
