@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -95,6 +96,19 @@ def test_a_capture_may_rejoin_without_a_fork(streams: Streams) -> None:
         streams.current.launched.add("beside")
     rejoin(CPU)
     assert first.launched == {"beside"}
+
+
+def test_threads_on_one_stream_do_not_share_the_one_beside_it(streams: Streams) -> None:
+    def fork() -> None:
+        with beside(CPU):
+            pass
+
+    thread = Thread(target=fork)
+    thread.start()
+    thread.join()
+    fork()
+    fork()
+    assert len(streams.made) == 2
 
 
 def test_coefficients_that_nobody_keeps_go_back_to_the_stream_that_writes_them(

@@ -10,19 +10,23 @@ so results may be dropped at any time. Both work while a graph is being captured
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import get_ident
 
 import torch
 
 
 @cache
-def _beside_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """One for each stream, so that capturing one does not touch the others."""
+def _beside_stream(device: torch.device, stream: int, thread: int) -> torch.cuda.Stream:
+    """One for each stream, so that capturing one does not touch the others, and for each thread.
+
+    What a thread gives back may be taken again in a fork that another thread had opened before the last reader was launched.
+    """
     return torch.cuda.Stream(device)
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     current = torch.cuda.current_stream(device)
-    return current, _beside_stream(current.device, current.cuda_stream)
+    return current, _beside_stream(current.device, current.cuda_stream, get_ident())
 
 
 @contextmanager
