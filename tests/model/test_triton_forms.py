@@ -4,6 +4,7 @@ The stand-ins sum in the order of the plain forms, so a model over them must giv
 between the model and the kernels. Needs triton to be installed, no GPU.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from deepinfer.config import ModelConfig
 from deepinfer.model.attention import Attention
 from deepinfer.model.cache import CacheSizes
-from deepinfer.model.compiled import compilation_count, compile_model
+from deepinfer.model.compiled import compilation_count, compile_function, compile_model, set_up_compiler
 from deepinfer.model.hyper_connection import Mixes, collapse, spread
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.moe import Experts
@@ -214,6 +216,21 @@ def test_a_feed_forward_over_the_kernels_is_one_graph(dynamic: bool) -> None:
     for tokens in (3, 8):
         x = torch.randn(tokens, 256).bfloat16()
         assert torch.equal(compiled(x), ffn(x))
+
+
+@torch.inference_mode()
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
+def test_the_compiler_begins_forks_before_what_they_run_beside() -> None:
+    """Results do not depend on it, but a fork that begins where it is waited for saves no time."""
+    block = random_model(packable_config(), device="cpu", ops=triton_ops()).layers[0]
+    torch.compiler.reset()
+    set_up_compiler()
+    streams = torch.randn(5, 4, 256).bfloat16()
+    _, (code,) = run_and_get_code(compile_function(type(block).stages.feed), block, streams, torch.rand(5, 4), None, False)
+    begin, collapse, *others, end = re.findall(r"= torch\.ops\.deepinfer\.(\w+)", code)
+    assert (begin, collapse, end) == ("hyper_mix", "collapse_norm", "spread")
+    assert others == ["shared_expert", "float32_linear", "route", "fp4_experts", "combine_with_shared"]
 
 
 @torch.inference_mode()
