@@ -150,6 +150,8 @@ class AcceleratorDevice:
             for _ in range(WARM_UP_RUNS):
                 fn()
         current.wait_stream(stream)
+        # The libraries then take their working memory from the graphs', which lives as long as those do.
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time, so they share their working memory.
         self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()

@@ -6,6 +6,8 @@ run at the same time; `combine_with_shared` waits for both.
 Legend: T tokens, F channels between the products.
 """
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,8 @@ from deepinfer.ops.triton_kernels.beside import beside, rejoin
 from deepinfer.ops.triton_kernels.launch import launch_options
 from deepinfer.ops.triton_kernels.packing import FP8_ROWS, WGMMA
 from deepinfer.ops.triton_kernels.quantize import blocks_of, quantize, store_quantized, warps_of
+
+MOST_BESIDE = 256  # tokens; more fill the device by themselves, and a second stream has memory of its own
 
 
 @triton.jit
@@ -99,7 +103,7 @@ def shared_expert(
     """
     if not x.shape[0]:
         return x.new_empty(0, down_words.shape[0] * FP8_ROWS, dtype=torch.bfloat16)
-    with beside(x.device):
+    with beside(x.device) if x.shape[0] <= MOST_BESIDE else nullcontext():
         # The first launch of a branch begins when the kernels in front of the fork have ended.
         up = fp8_linear.launch(*quantize(x, WGMMA, False), up_words, up_scales, up_exponents, up_arrivals, 0, pdl)
         hidden = swiglu_quantize(up, up_first, width, down_words.shape[1] * 64, limit, pdl)
