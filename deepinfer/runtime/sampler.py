@@ -11,7 +11,7 @@ from deepinfer.ops.sample import log_distribution, sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
-from deepinfer.runtime.staging import host_copy, to_device
+from deepinfer.runtime.staging import move_record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,8 +57,7 @@ class SamplingMetadata:
 
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
-        tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
-        return replace(self, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))  # type: ignore[arg-type]
+        return move_record(self, device)
 
     def rows(self, places: Int[Tensor, " n"]) -> "SamplingMetadata":
         """The parameters of some sequences, in any order and number."""
@@ -68,7 +67,7 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerOutput:
-    """What the sampler drew, on the device or (after `to_host`) on the host.
+    """What the sampler drew, on the device or on the host.
 
     Attributes:
         token_ids: the verified token for each row that got logits.
@@ -87,11 +86,6 @@ class SamplerOutput:
     ranks: Int[Tensor, " R"] | None = None
     top_logprobs: Float[Tensor, "R n"] | None = None
     top_ids: Int[Tensor, "R n"] | None = None
-
-    def to_host(self) -> "SamplerOutput":
-        """Host copies, made without waiting; valid once the event recorded after them has passed."""
-        tensors = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: host_copy(value) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from deepinfer.model.compiled import compile_function, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import Device
 from deepinfer.runtime.row_layout import build_rows
-from deepinfer.runtime.staging import pack, unpack
+from deepinfer.runtime.staging import pack, staged, unpack
 from deepinfer.runtime.step_state import DeviceOutputs, LogitRows, SequenceMetadata
 
 
@@ -30,7 +30,7 @@ class StaticDecode:
         place = device.torch_device
         # A shape starts as padding only: its warm-up touches nothing but trash.
         like = shape_like.as_padding().forward_inputs()
-        self._inputs = pack(like, place).to(place)
+        self._inputs = pack(like).to(place)
         self._metadata = shape_like.with_forward_inputs(unpack(self._inputs, like))
         self._left: tuple[Tensor, LogitRows] | None = None
         self._replay = device.capture(self._forward)
@@ -58,16 +58,18 @@ class StaticDecode:
         self._left = (layout.starts + self._metadata.q_lens, everything)
 
     @torch.inference_mode()
-    def run(self, staged: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> LogitRows:
-        """One step with inputs that are still on the host. Fills `outputs`; returns copies, the next replay overwrites."""
+    def run(self, metadata: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> LogitRows:
+        """One step with inputs that are still on the host. Fills `outputs`; the next run overwrites what it returns.
+
+        The step's own sampler and drafts are the only readers, and they are launched on the same stream before any other forward.
+        """
         place = self._inputs.device
-        self._inputs.copy_(pack(staged.forward_inputs(), place), non_blocking=True)
+        self._inputs.copy_(staged(pack(metadata.forward_inputs()), place), non_blocking=True)
         if before is not None:
             self.relay.copy_from(before)
         self._replay()
         assert self._left is not None
         next_start, everything = self._left
         outputs.next_start.copy_(next_start[: outputs.next_start.shape[0]])
-        rows, groups = staged.num_logits, staged.sample_groups.shape[0]
-        kept = LogitRows(*(t[:rows] for t in everything[:5]), *(t[:groups] for t in everything[5:]))
-        return LogitRows(*(t.clone() for t in kept))
+        rows, groups = metadata.num_logits, metadata.sample_groups.shape[0]
+        return LogitRows(*(t[:rows] for t in everything[:5]), *(t[:groups] for t in everything[5:]))

@@ -35,7 +35,7 @@ from deepinfer.runtime.sampler import (
     stage_sampling,
     to_result,
 )
-from deepinfer.runtime.staging import host_copy
+from deepinfer.runtime.staging import Packed, host_copy
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.static_draft import StaticDraft
 from deepinfer.runtime.step_state import (
@@ -316,7 +316,7 @@ class Worker:
             survival=found.survival,
             peaks=constrained.amax(dim=1),
         )
-        box.drawn = report(logits, counted, sampling.num_top)
+        box.drawn = Packed.of(report(logits, counted, sampling.num_top))
         if state.observed is not None:
             state.observed.score(self._logits)
 
