@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -12,6 +13,16 @@ from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
 from deepinfer.runtime.staging import move_record
+
+DRAWING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "seeds")
+
+
+class SamplingKind(NamedTuple):
+    """What a step's sampling consists of, as the host knows it: graphs and code are one for each kind."""
+
+    any_random: bool
+    any_filter: bool
+    num_top: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,9 +62,18 @@ class SamplingMetadata:
             num_top=None,
         )
 
-    def tensors(self) -> list[Tensor]:
+    @property
+    def kind(self) -> SamplingKind:
+        """What the parameters ask for."""
+        return SamplingKind(self.any_random, self.any_random and self.any_filter, self.num_top)
+
+    def drawing_inputs(self) -> list[Tensor]:
         """What drawing reads of each sequence, in a fixed order."""
-        return [self.temperature, self.top_k, self.top_p, self.min_p, self.seeds]
+        return [getattr(self, name) for name in DRAWING_INPUTS]
+
+    def with_drawing_inputs(self, tensors: list[Tensor]) -> "SamplingMetadata":
+        """The same parameters over other tensors, in the order of `drawing_inputs`."""
+        return replace(self, **dict(zip(DRAWING_INPUTS, tensors, strict=True)))  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
@@ -86,6 +106,9 @@ class SamplerOutput:
     ranks: Int[Tensor, " R"] | None = None
     top_logprobs: Float[Tensor, "R n"] | None = None
     top_ids: Int[Tensor, "R n"] | None = None
+
+
+Drawn = TypeVar("Drawn", bound=SamplerOutput)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -177,7 +200,7 @@ def log_distribution_of(logits: Float[Tensor, "R V"], meta: SamplingMetadata) ->
     return log_distribution(logits, meta.temperature, meta.top_k, meta.top_p, meta.min_p, any_filter=meta.any_filter)
 
 
-def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | None) -> SamplerOutput:
+def report(logits: Float[Tensor, "R V"], drawn: Drawn, num_top: int | None) -> Drawn:
     """Add the log probabilities of the unmodified logits, if they are wanted."""
     if num_top is None:
         return drawn

@@ -9,11 +9,12 @@ import torch
 from deepinfer.dims import Shaped, Tensor, UInt8
 
 Record = TypeVar("Record", bound=Any)
+Record_co = TypeVar("Record_co", bound=Any, covariant=True)
 
 
-def pack(tensors: Sequence[Shaped[Tensor, "..."]]) -> UInt8[Tensor, " n"]:
+def pack(tensors: Sequence[Shaped[Tensor, "..."]], out: UInt8[Tensor, " n"] | None = None) -> UInt8[Tensor, " n"]:
     """The bytes of tensors of any dtypes behind each other, those of large elements first, so that each is aligned."""
-    return torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in _largest_first(tensors)])
+    return torch.cat([_bytes(tensors[i]) for i in _largest_first(tensors)], out=out)
 
 
 def unpack(packed: UInt8[Tensor, " n"], like: Sequence[Shaped[Tensor, "..."]]) -> list[Shaped[Tensor, "..."]]:
@@ -22,6 +23,11 @@ def unpack(packed: UInt8[Tensor, " n"], like: Sequence[Shaped[Tensor, "..."]]) -
     for i, part in zip(order, packed.split([like[i].nbytes for i in order]), strict=True):
         views[i] = part.view(like[i].dtype).view(like[i].shape)
     return views
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # A single element may have any stride, and counts as contiguous.
+    return tensor.reshape(-1).contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _largest_first(tensors: Sequence[Tensor]) -> list[int]:
@@ -57,10 +63,10 @@ def move_record(record: Record, device: torch.device) -> Record:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed(Generic[Record]):
+class Packed(Generic[Record_co]):
     """A dataclass whose tensors are views of `packed`, so that one copy moves them all."""
 
-    record: Record
+    record: Record_co
     packed: UInt8[Tensor, " n"]
 
     @classmethod
@@ -68,11 +74,15 @@ class Packed(Generic[Record]):
         """Copies of the tensors of a dataclass."""
         return cls._over(pack(list(_tensors_of(record).values())), record)
 
+    def fill(self, record: Any) -> None:
+        """Take over the tensors of another such dataclass, of the same shapes. Mutates these."""
+        pack(list(_tensors_of(record).values()), out=self.packed)
+
     @classmethod
     def _over(cls, packed: UInt8[Tensor, " n"], like: Record) -> "Packed[Record]":
         tensors = _tensors_of(like)
         return cls(replace(like, **dict(zip(tensors, unpack(packed, list(tensors.values())), strict=True))), packed)
 
-    def to_host(self) -> Record:
+    def to_host(self) -> Record_co:
         """A host copy, made without waiting; valid once an event recorded after it has passed."""
         return self._over(host_copy(self.packed), self.record).record

@@ -6,7 +6,7 @@ without graphs the same function simply runs.
 
 import torch
 
-from deepinfer.dims import Tensor
+from deepinfer.dims import Int, Tensor
 from deepinfer.model.cache import ModelCache
 from deepinfer.model.compiled import compile_function, is_compiled
 from deepinfer.model.transformer import Transformer
@@ -32,8 +32,12 @@ class StaticDecode:
         like = shape_like.as_padding().forward_inputs()
         self._inputs = pack(like).to(place)
         self._metadata = shape_like.with_forward_inputs(unpack(self._inputs, like))
+        self.num_groups = shape_like.starts.shape[0]
+        # Read after other graphs have run, and those overwrite each other's memory.
+        self._groups = torch.arange(self.num_groups, device=place)
+        self.num_rows = shape_like.num_rows
         self._left: tuple[Tensor, LogitRows] | None = None
-        self._replay = device.capture(self._forward)
+        self.replay = device.capture(self._forward)
 
     @torch.inference_mode()
     def _forward(self) -> None:
@@ -48,28 +52,34 @@ class StaticDecode:
             fed_next=rows.token_ids.roll(-1),
             group=rows.seq_ids,
             place=rows.offsets,
-            groups=torch.arange(layout.n_drafts.shape[0], device=rows.positions.device),
+            groups=self._groups,
             slots=self._metadata.slots,
             remap=self._metadata.remap,
             n_drafts=layout.n_drafts,
             survival=layout.survival,
         )
-        # Outputs of a captured graph stay at their places: a replay fills them anew.
+        # Outputs of a captured graph stay at their places: a replay fills them anew, and one of another graph may spoil them.
         self._left = (layout.starts + self._metadata.q_lens, everything)
+
+    @property
+    def left(self) -> tuple[Int[Tensor, " B"], LogitRows]:
+        """What the last run left for its sampler: the position behind each group's certain rows, and all rows, padding included."""
+        assert self._left is not None
+        return self._left
 
     @torch.inference_mode()
     def run(self, metadata: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> LogitRows:
-        """One step with inputs that are still on the host. Fills `outputs`; the next run overwrites what it returns.
+        """One step with inputs that are still on the host. Fills `outputs`; the next graph overwrites most of what it returns.
 
-        The step's own sampler and drafts are the only readers, and they are launched on the same stream before any other forward.
+        The step's own sampler is the only reader, launched on the same stream before anything else is replayed. Drafts need the
+        groups and their slots besides, which stay.
         """
         place = self._inputs.device
         self._inputs.copy_(staged(pack(metadata.forward_inputs()), place), non_blocking=True)
         if before is not None:
             self.relay.copy_from(before)
-        self._replay()
-        assert self._left is not None
-        next_start, everything = self._left
+        self.replay()
+        next_start, everything = self.left
         outputs.next_start.copy_(next_start[: outputs.next_start.shape[0]])
         rows, groups = metadata.num_logits, metadata.sample_groups.shape[0]
         return LogitRows(*(t[:rows] for t in everything[:5]), *(t[:groups] for t in everything[5:]))

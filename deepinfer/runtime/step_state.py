@@ -220,7 +220,8 @@ class LogitRows(NamedTuple):
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
+    `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue; where a graph draws, `draft_inputs` is
+    all that drafts start from. `drawn` keeps the sampler's device
     tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host
     copy of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
@@ -229,6 +230,7 @@ class StepBox:
     sampling: SamplingMetadata | None = None
     inputs: SamplerInputs | None = None
     texts: Continuations | None = None
+    draft_inputs: Int[Tensor, "3 n"] | None = None
     drawn: Packed[SamplerOutput] | None = None
     host: SamplerOutput | None = None
     seen: StepObservations | None = None
