@@ -131,14 +131,18 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         for row, seq in enumerate(rows):
             stops[row, sorted(seq.request.stop_token_ids)] = True
     wanted = [num_top(p.logprobs, vocab_size) for p in params if p.logprobs is not None]
+    floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    ints = [[max(p.top_k, 0) for p in params], [_wrapped(seq.seed) for seq in rows], [_first_stop(seq) for seq in rows]]
+    temperature, top_p, min_p = torch.tensor(floats, dtype=torch.float32).unbind(0)
+    top_k, seeds, first_stop = torch.tensor(ints, dtype=torch.int64).unbind(0)
     return SamplingMetadata(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seeds=torch.tensor([_wrapped(seq.seed) for seq in rows], dtype=torch.int64),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
         stops=stops,
-        first_stop=torch.tensor([_first_stop(seq) for seq in rows], dtype=torch.int64),
+        first_stop=first_stop,
         any_random=any(p.temperature > 0 for p in params),
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         num_top=max(wanted) if wanted else None,

@@ -26,8 +26,11 @@ def unpack(packed: UInt8[Tensor, " n"], like: Sequence[Shaped[Tensor, "..."]]) -
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # A single element may have any stride, and counts as contiguous.
-    return tensor.reshape(-1).contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:
+        # A single element may have any stride, and counts as contiguous.
+        flat = flat.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def _largest_first(tensors: Sequence[Tensor]) -> list[int]:

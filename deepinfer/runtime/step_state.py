@@ -117,21 +117,24 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
     if padded is not None:
         tokens += [0] * (padded.groups + 1 - len(tokens))
 
-    def per_group(values: list[int], filler: int = 0) -> Int[Tensor, " B"]:
-        return torch.tensor(values + [filler] * pad, dtype=torch.int64)
-
+    columns = {
+        "token_starts": token_starts,
+        "starts": [seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in sequences],
+        "q_lens": [seq.q_cap - seq.n_drafts for seq in sequences],
+        "max_drafts": [seq.n_drafts for seq in sequences],
+        "remap": [seq.remap for seq in sequences],
+        "slots": [seq.slot for seq in sequences],
+    }
+    fillers = {"remap": NOT_IN_LAST_STEP, "slots": TRASH_SLOT}
+    padded_columns = [values + [fillers.get(name, 0)] * pad for name, values in columns.items()]
+    per_group = torch.tensor(padded_columns, dtype=torch.int64).unbind(0)
     sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
     num_rows = plan.num_rows if padded is None else padded.rows
     is_even = padded is not None and plan.group_shape is not None
     return SequenceMetadata(
         token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
-        token_starts=per_group(token_starts),
-        starts=per_group([seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in sequences]),
-        q_lens=per_group([seq.q_cap - seq.n_drafts for seq in sequences]),
-        max_drafts=per_group([seq.n_drafts for seq in sequences]),
         draft_budget=torch.tensor([plan.draft_rows], dtype=torch.int64),
-        remap=per_group([seq.remap for seq in sequences], NOT_IN_LAST_STEP),
-        slots=per_group([seq.slot for seq in sequences], TRASH_SLOT),
+        **dict(zip(columns, per_group, strict=True)),
         block_tables=torch.from_numpy(table),
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
         num_rows=num_rows,
