@@ -20,7 +20,7 @@ from deepinfer.errors import EngineClosed, Rejected, StepError
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.presets import byte_tokenizer_json, control_token_id, random_model, tiny_config
-from deepinfer.runtime.worker import Worker
+from deepinfer.runtime.step_sampler import StepSampler
 from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.grammar import Grammar, GrammarState
 from deepinfer.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def check_in_every_engine(engines: dict[str, LLMEngine], forms: list[RandomForm]
         assert completion.text == tokenizer().decode(completion.token_ids)
         check(completion.text)
     known = {output.outputs[0].seed: output.prompt_token_ids + output.outputs[0].token_ids for output in first}
-    monkeypatch.setattr(Worker, "_propose", tokens_ahead(known))
+    monkeypatch.setattr(StepSampler, "propose", tokens_ahead(known))
     for name, engine in engines.items():
         for output, expected in zip(answers(engine, wanted), first, strict=True):
             # How many drafts were accepted is each engine's own.

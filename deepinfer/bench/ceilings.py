@@ -34,6 +34,10 @@ class Ceilings:
         """The time that so many operations take in bfloat16."""
         return flops / self.bf16_flops_per_s * 1e3
 
+    def floor_ms(self, num_bytes: float, flops: float) -> float:
+        """The longer of both: reading and multiplying can go on at once."""
+        return max(self.read_ms(num_bytes), self.multiply_ms(flops))
+
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Both rates, each the median of several runs."""

@@ -179,7 +179,7 @@ def observed_experts(run: SteadyDecode) -> float | None:
     """Experts that the real rows of the next step choose, mean over the backbone's layers; None if there is no memory for it."""
     model, chosen = run.worker.model, []
     count = run.batch
-    buckets, run.worker.decode_buckets = run.worker.decode_buckets, ()
+    buckets, run.worker.shapes.buckets = run.worker.shapes.buckets, ()
     hooks = [
         layer.get_submodule("ffn.gate").register_forward_hook(lambda _, args, out: chosen.append(out.ids)) for layer in model.layers
     ]
@@ -191,7 +191,7 @@ def observed_experts(run: SteadyDecode) -> float | None:
         count = run.scheduler.counters.scheduled_tokens - rows_before
     for hook in hooks:
         hook.remove()
-    run.worker.decode_buckets = buckets
+    run.worker.shapes.buckets = buckets
     if len(chosen) < len(model.layers):
         return None
     return sum(ids[:count].unique().numel() for ids in chosen[: len(model.layers)]) / len(model.layers)

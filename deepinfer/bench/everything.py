@@ -4,7 +4,7 @@ What fails or has no time left is noted, and the others go on.
 """
 
 from deepinfer.bench.decode import measure_decode
-from deepinfer.bench.layer import measure_layer
+from deepinfer.bench.layer import measure_chunk, measure_layer
 from deepinfer.bench.model_holder import ModelHolder
 from deepinfer.bench.overlap import measure_overlap
 from deepinfer.bench.prefill import measure_prefill
@@ -17,7 +17,7 @@ CONTEXT = 1024
 LONG_CONTEXTS = (8192, 131_072, 1_000_000)
 DELAYS_MS = (0.0, 2.0, 10.0)
 PROMPTS = (1024, 8192, 131_072)
-PREFILL, CHUNK = 8192, 2048
+PREFILL, CHUNKS = 8192, (2048, 8192)
 STEPS = 20
 
 
@@ -51,8 +51,13 @@ def measure_all(name: str, config: EngineConfig, report: Report) -> None:
     if part("overlap"):
         measure_overlap(holder, config, report, batches=BATCHES, contexts=(context,), delays_ms=DELAYS_MS, steps=STEPS)
     prompts = [tokens for tokens in PROMPTS if fits(tokens)] or [longest // 2]
+    prefill = min(PREFILL, max(prompts))
+    chunks = sorted({min(chunk, prefill) for chunk in CHUNKS})
+    if part("operations, prefill"):
+        with report.noting("operations, prefill"):
+            measure_chunk(holder, config, report, tokens=prefill, chunk=chunks[0], steps=3)
     if part("prefill"):
-        measure_prefill(holder, config, report, kernels=kernels, tokens=[min(PREFILL, max(prompts))], chunks=(CHUNK,))
+        measure_prefill(holder, config, report, kernels=kernels, tokens=[prefill], chunks=chunks)
     if part("work"):
         measure_work(model, backend.name, prompts, report)
     report.part = None

@@ -72,12 +72,18 @@ def prefill_work(config: ModelConfig, *, tokens: int, chunk: int) -> dict[str, W
     """One prompt of `tokens` tokens in chunks, logits of its last row only."""
     parts = dict.fromkeys(PARTS, Work())
     for start in range(0, tokens, chunk):
-        rows = min(chunk, tokens - start)
-        for name, work in backbone_work(config, rows=rows, logit_rows=int(start + rows == tokens)).items():
+        for name, work in chunk_work(config, start=start, end=min(start + chunk, tokens), tokens=tokens).items():
             parts[name] += work
-        # Rows of a chunk share what they read; how much they multiply grows with the position.
-        for name, work in cache_work(config, sequences=1, rows_each=rows, context=start + rows // 2).items():
-            parts[name] += work
+    return parts
+
+
+def chunk_work(config: ModelConfig, *, start: int, end: int, tokens: int) -> dict[str, Work]:
+    """The rows from position `start` to `end` of a prompt of `tokens` tokens, as one step."""
+    rows = end - start
+    parts = backbone_work(config, rows=rows, logit_rows=int(end == tokens))
+    # Rows of a chunk share what they read; how much they multiply grows with the position.
+    for name, work in cache_work(config, sequences=1, rows_each=rows, context=start + rows // 2).items():
+        parts[name] += work
     return parts
 
 

@@ -78,10 +78,8 @@ def prefill_figures(
     model: Transformer, ceilings: Ceilings, tokens: int, chunk: int, kernels: str, batch_invariant: bool
 ) -> PrefillFigures:
     """One length and one size of chunk; the first prompt compiles and is not counted."""
-    if tokens >= model.config.max_seq_len:
-        raise ConfigError(f"a prompt of {tokens} tokens: the model's longest sequence is {model.config.max_seq_len}")
     with peak_memory(model.device) as peak:
-        prefill = _Prefill(model, tokens, chunk)
+        prefill = Prefill(model, tokens, chunk)
         prefill.run()
         compiled = compilation_count()
         seconds = statistics.median(prefill.run() for _ in range(REPEATS))
@@ -99,17 +97,19 @@ def prefill_figures(
         tflop=work.flops / 1e12,
         tflop_per_s=work.flops / seconds / 1e12,
         gigabytes=work.bytes / 1e9,
-        floor_ms=max(multiply_ms, ceilings.read_ms(work.bytes)),
+        floor_ms=ceilings.floor_ms(work.bytes, work.flops),
         ratio=multiply_ms / (seconds * 1e3),
         extra_gb=None if reserved is None else (reserved - weight_bytes(model) - cache_bytes) / 1e9,
         compiled=compilation_count() - compiled,
     )
 
 
-class _Prefill:
-    """Serves one prompt after the other, one token each."""
+class Prefill:
+    """Serves one prompt after the other, one token each. `depth`: steps that the host runs ahead."""
 
-    def __init__(self, model: Transformer, tokens: int, chunk: int) -> None:
+    def __init__(self, model: Transformer, tokens: int, chunk: int, depth: int = 1) -> None:
+        if tokens >= model.config.max_seq_len:
+            raise ConfigError(f"a prompt of {tokens} tokens: the model's longest sequence is {model.config.max_seq_len}")
         blocks = -(-(tokens + 1) // BLOCK_SIZE) + 1
         self.vocab_size, self.tokens, self._count = model.config.vocab_size, tokens, 0
         sizes = CacheSizes(num_slots=2, num_blocks=blocks, block_size=BLOCK_SIZE)
@@ -118,10 +118,17 @@ class _Prefill:
             max_num_seqs=1, max_num_batched_tokens=chunk, max_model_len=tokens + 1, block_size=BLOCK_SIZE, num_blocks=blocks
         )
         self.scheduler = Scheduler(limits)
-        self.loop = StepLoop(self.scheduler, self.worker, 1, lambda events: None)
+        self.loop = StepLoop(self.scheduler, self.worker, depth, lambda events: None)
 
     def run(self) -> float:
-        """Seconds until the first token is on the host."""
+        """Seconds until the first token of a prompt is on the host."""
+        self.add()
+        start = time.perf_counter()
+        asyncio.run(self._serve())
+        return time.perf_counter() - start
+
+    def add(self) -> None:
+        """Queue a prompt."""
         self._count += 1
         prompt = tuple((7919 * i + self._count) % (self.vocab_size - 8) + 3 for i in range(self.tokens))
         request = Request(
@@ -136,10 +143,15 @@ class _Prefill:
             arrival_s=0.0,
         )
         self.scheduler.add(Sequence(request, 0, self._count, list(prompt)))
-        start = time.perf_counter()
-        asyncio.run(self._serve())
-        return time.perf_counter() - start
+
+    def advance(self, count: int) -> None:
+        """Run `count` steps."""
+        asyncio.run(self._advance(count))
 
     async def _serve(self) -> None:
         while self.scheduler.has_work:
+            await self.loop.step()
+
+    async def _advance(self, count: int) -> None:
+        for _ in range(count):
             await self.loop.step()

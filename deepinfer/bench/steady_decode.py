@@ -17,7 +17,7 @@ from deepinfer.runtime.limits import SchedulerLimits
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
-from deepinfer.runtime.sequence import Sequence, Status
+from deepinfer.runtime.sequence import Sequence
 from deepinfer.runtime.trace import Tracer, TracingDevice
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
@@ -101,7 +101,8 @@ class SteadyDecode:
             if context is None:
                 self.scheduler.add(sequence)
             else:
-                _begin_behind(self.scheduler, sequence, context)
+                # As if all but its last token had been processed: an admission without a prefill.
+                assert self.scheduler.adopt(sequence, context)
         self.wall_ms: list[float] = []  # of a step, for each measured stretch
         self._gained: list[float] = []  # tokens of a sequence and step, likewise
         self._stretches: list[tuple[float, float]] = []  # begin and end on the tracer's clock
@@ -163,14 +164,6 @@ def fill_with_noise(cache: ModelCache, model: Transformer) -> None:
             tensor.normal_()
         else:
             tensor.random_(0, max(model.config.engram.compressed_vocab_size, 1))
-
-
-def _begin_behind(scheduler: Scheduler, sequence: Sequence, context: int) -> None:
-    """Let a sequence run as if all but its last token had been processed: an admission without a prefill."""
-    (sequence.slot,) = scheduler.slots.take(1)
-    sequence.blocks = tuple(scheduler.blocks.take(scheduler.limits.blocks_for(context)))
-    sequence.confirmed, sequence.status = context, Status.RUNNING
-    scheduler.running.append(sequence)
 
 
 @contextmanager

@@ -62,12 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (decode, prefill):
         kind.add_argument("--png", type=Path, help="also draw the rows below the machine's roofline (needs the 'notebooks' extra)")
 
-    layer = _model_parser(kinds, "layer", "a decode step by operation: time, launches, byte floor")
-    layer.add_argument("--batch", type=positive, default=1, help="batch size (default 1)")
-    layer.add_argument("--context", type=positive, default=1024, help="tokens before the step (default 1024)")
-    layer.add_argument("--drafts", type=at_least(0), default=0, help="drafts verified for each sequence (default 0)")
+    layer = _model_parser(kinds, "layer", "a decode step, or a chunk of a prompt, by operation: time, launches, floor")
+    layer.add_argument("--batch", type=positive, help="batch size (default 1)")
+    layer.add_argument("--context", type=positive, help="tokens before the step (default 1024)")
+    layer.add_argument("--drafts", type=at_least(0), help="drafts verified for each sequence (default 0)")
+    layer.add_argument("--prefill", type=positive, metavar="TOKENS", help="the last chunk of a prompt instead of a decode step")
+    layer.add_argument("--chunk", type=positive, help="most rows of a chunk (default 2048)")
     layer.add_argument("--kernels", choices=KERNELS, default="auto", help="what computes (default auto)")
-    layer.add_argument("--steps", type=positive, default=10, help="steps that are profiled (default 10)")
+    layer.add_argument("--steps", type=positive, default=10, help="steps, or prompts, that are profiled (default 10)")
 
     compiling = _model_parser(kinds, "compile", "time to the first token in a fresh process, without and with compile caches")
     compiling.add_argument("--max-num-seqs", type=positive, default=64, help="most sequences in a step (default 64)")
@@ -145,6 +147,8 @@ def run(args: argparse.Namespace) -> int:
 
     for option in ("json", "png", "output"):
         check_writable(getattr(args, option, None), f"--{option}")
+    if args.what == "layer":
+        check_layer(args)
     if args.what in MEASUREMENTS:
         return run_measurement(args)
     if args.what == "timeline":
@@ -228,11 +232,26 @@ def _prefill(args: argparse.Namespace, config: Any, report: Any) -> None:
 def _layer(args: argparse.Namespace, config: Any, report: Any) -> None:
     from dataclasses import replace
 
-    from deepinfer.bench.layer import measure_layer
+    from deepinfer.bench.layer import measure_chunk, measure_layer
     from deepinfer.bench.model_holder import ModelHolder
 
-    own = replace(config, kernels=args.kernels, num_speculative_tokens=args.drafts, adaptive_verification=False)
-    measure_layer(ModelHolder(args.model), own, report, batch=args.batch, context=args.context, steps=args.steps)
+    own = replace(config, kernels=args.kernels, num_speculative_tokens=args.drafts or 0, adaptive_verification=False)
+    holder = ModelHolder(args.model)
+    if args.prefill is None:
+        measure_layer(holder, own, report, batch=args.batch or 1, context=args.context or 1024, steps=args.steps)
+    else:
+        measure_chunk(holder, own, report, tokens=args.prefill, chunk=args.chunk or 2048, steps=args.steps)
+
+
+def check_layer(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options of the other kind of step."""
+    from deepinfer.errors import ConfigError
+
+    given = [f"--{name}" for name in ("batch", "context", "drafts") if getattr(args, name) is not None]
+    if args.prefill is not None and given:
+        raise ConfigError(f"{given[0]}: is of a decode step, and --prefill measures a chunk of a prompt")
+    if args.prefill is None and args.chunk is not None:
+        raise ConfigError("--chunk: goes with --prefill")
 
 
 def _overlap(args: argparse.Namespace, config: Any, report: Any) -> None:

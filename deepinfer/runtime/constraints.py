@@ -228,6 +228,11 @@ class SamplerInputs:
     forced: Int[Tensor, "S F"] | None = None
 
     @property
+    def leaves_logits(self) -> bool:
+        """Whether no row's logits are changed."""
+        return self.allowed is None and not self.depend_on_text
+
+    @property
     def depend_on_text(self) -> bool:
         """Whether `Continuations` are needed."""
         return bool(self.constraints) or self.forced is not None

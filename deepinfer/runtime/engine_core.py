@@ -132,7 +132,7 @@ class EngineCore:
         """Step until closed. A failing step ends the requests it could have touched; the engine goes on with the others."""
         if is_compiled(self.worker.model):
             set_up_compiler()
-        if self.worker.decode_buckets and self.worker.device.can_capture:
+        if self.worker.shapes.buckets and self.worker.device.can_capture:
             warm_up(self.worker, in_group=self.config.parallel.ep_size > 1)
         while not self._is_closing:
             if not self.loop.has_work and not self.arrivals:
@@ -348,7 +348,7 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
 
 def warm_up(worker: Worker, in_group: bool) -> None:
     """Compile and capture before the first request, with a bar that says what is being done."""
-    count = len(worker.decode_buckets) * (3 if worker.num_drafts else 1) + 1
+    count = len(worker.shapes.buckets) * (3 if worker.num_drafts else 1) + 1
     with tqdm(total=count, unit="shape", desc="warming up") as bar:
 
         @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -11,7 +12,17 @@ from deepinfer.ops.sample import log_distribution, sample, token_logprobs
 from deepinfer.ops.select import NEG_INF
 from deepinfer.runtime.constraints import Continuations, SamplerInputs
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, SequenceResult, StepResult, TokenLogprobs
-from deepinfer.runtime.staging import host_copy, to_device
+from deepinfer.runtime.staging import move_record
+
+DRAWING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "seeds")
+
+
+class SamplingKind(NamedTuple):
+    """What a step's sampling consists of, as the host knows it: graphs and code are one for each kind."""
+
+    any_random: bool
+    any_filter: bool
+    num_top: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,14 +62,22 @@ class SamplingMetadata:
             num_top=None,
         )
 
-    def tensors(self) -> list[Tensor]:
+    @property
+    def kind(self) -> SamplingKind:
+        """What the parameters ask for."""
+        return SamplingKind(self.any_random, self.any_random and self.any_filter, self.num_top)
+
+    def drawing_inputs(self) -> list[Tensor]:
         """What drawing reads of each sequence, in a fixed order."""
-        return [self.temperature, self.top_k, self.top_p, self.min_p, self.seeds]
+        return [getattr(self, name) for name in DRAWING_INPUTS]
+
+    def with_drawing_inputs(self, tensors: list[Tensor]) -> "SamplingMetadata":
+        """The same parameters over other tensors, in the order of `drawing_inputs`."""
+        return replace(self, **dict(zip(DRAWING_INPUTS, tensors, strict=True)))  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> "SamplingMetadata":
         """A copy on the device."""
-        tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
-        return replace(self, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))  # type: ignore[arg-type]
+        return move_record(self, device)
 
     def rows(self, places: Int[Tensor, " n"]) -> "SamplingMetadata":
         """The parameters of some sequences, in any order and number."""
@@ -68,7 +87,7 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerOutput:
-    """What the sampler drew, on the device or (after `to_host`) on the host.
+    """What the sampler drew, on the device or on the host.
 
     Attributes:
         token_ids: the verified token for each row that got logits.
@@ -88,10 +107,8 @@ class SamplerOutput:
     top_logprobs: Float[Tensor, "R n"] | None = None
     top_ids: Int[Tensor, "R n"] | None = None
 
-    def to_host(self) -> "SamplerOutput":
-        """Host copies, made without waiting; valid once the event recorded after them has passed."""
-        tensors = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: host_copy(value) for name, value in tensors.items()})
+
+Drawn = TypeVar("Drawn", bound=SamplerOutput)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,14 +131,18 @@ def stage_sampling(plan: SchedulerOutputs, vocab_size: int) -> SamplingMetadata:
         for row, seq in enumerate(rows):
             stops[row, sorted(seq.request.stop_token_ids)] = True
     wanted = [num_top(p.logprobs, vocab_size) for p in params if p.logprobs is not None]
+    floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    ints = [[max(p.top_k, 0) for p in params], [_wrapped(seq.seed) for seq in rows], [_first_stop(seq) for seq in rows]]
+    temperature, top_p, min_p = torch.tensor(floats, dtype=torch.float32).unbind(0)
+    top_k, seeds, first_stop = torch.tensor(ints, dtype=torch.int64).unbind(0)
     return SamplingMetadata(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seeds=torch.tensor([_wrapped(seq.seed) for seq in rows], dtype=torch.int64),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
         stops=stops,
-        first_stop=torch.tensor([_first_stop(seq) for seq in rows], dtype=torch.int64),
+        first_stop=first_stop,
         any_random=any(p.temperature > 0 for p in params),
         any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         num_top=max(wanted) if wanted else None,
@@ -183,7 +204,7 @@ def log_distribution_of(logits: Float[Tensor, "R V"], meta: SamplingMetadata) ->
     return log_distribution(logits, meta.temperature, meta.top_k, meta.top_p, meta.min_p, any_filter=meta.any_filter)
 
 
-def report(logits: Float[Tensor, "R V"], drawn: SamplerOutput, num_top: int | None) -> SamplerOutput:
+def report(logits: Float[Tensor, "R V"], drawn: Drawn, num_top: int | None) -> Drawn:
     """Add the log probabilities of the unmodified logits, if they are wanted."""
     if num_top is None:
         return drawn

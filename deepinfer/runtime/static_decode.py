@@ -6,13 +6,13 @@ without graphs the same function simply runs.
 
 import torch
 
-from deepinfer.dims import Tensor
+from deepinfer.dims import Int, Tensor
 from deepinfer.model.cache import ModelCache
 from deepinfer.model.compiled import compile_function, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import Device
 from deepinfer.runtime.row_layout import build_rows
-from deepinfer.runtime.staging import pack, unpack
+from deepinfer.runtime.staging import pack, staged, unpack
 from deepinfer.runtime.step_state import DeviceOutputs, LogitRows, SequenceMetadata
 
 
@@ -30,10 +30,14 @@ class StaticDecode:
         place = device.torch_device
         # A shape starts as padding only: its warm-up touches nothing but trash.
         like = shape_like.as_padding().forward_inputs()
-        self._inputs = pack(like, place).to(place)
+        self._inputs = pack(like).to(place)
         self._metadata = shape_like.with_forward_inputs(unpack(self._inputs, like))
+        self.num_groups = shape_like.starts.shape[0]
+        # Read after other graphs have run, and those overwrite each other's memory.
+        self._groups = torch.arange(self.num_groups, device=place)
+        self.num_rows = shape_like.num_rows
         self._left: tuple[Tensor, LogitRows] | None = None
-        self._replay = device.capture(self._forward)
+        self.replay = device.capture(self._forward)
 
     @torch.inference_mode()
     def _forward(self) -> None:
@@ -48,26 +52,34 @@ class StaticDecode:
             fed_next=rows.token_ids.roll(-1),
             group=rows.seq_ids,
             place=rows.offsets,
-            groups=torch.arange(layout.n_drafts.shape[0], device=rows.positions.device),
+            groups=self._groups,
             slots=self._metadata.slots,
             remap=self._metadata.remap,
             n_drafts=layout.n_drafts,
             survival=layout.survival,
         )
-        # Outputs of a captured graph stay at their places: a replay fills them anew.
+        # Outputs of a captured graph stay at their places: a replay fills them anew, and one of another graph may spoil them.
         self._left = (layout.starts + self._metadata.q_lens, everything)
 
+    @property
+    def left(self) -> tuple[Int[Tensor, " B"], LogitRows]:
+        """What the last run left for its sampler: the position behind each group's certain rows, and all rows, padding included."""
+        assert self._left is not None
+        return self._left
+
     @torch.inference_mode()
-    def run(self, staged: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> LogitRows:
-        """One step with inputs that are still on the host. Fills `outputs`; returns copies, the next replay overwrites."""
+    def run(self, metadata: SequenceMetadata, before: DeviceOutputs | None, outputs: DeviceOutputs) -> LogitRows:
+        """One step with inputs that are still on the host. Fills `outputs`; the next graph overwrites most of what it returns.
+
+        The step's own sampler is the only reader, launched on the same stream before anything else is replayed. Drafts need the
+        groups and their slots besides, which stay.
+        """
         place = self._inputs.device
-        self._inputs.copy_(pack(staged.forward_inputs(), place), non_blocking=True)
+        self._inputs.copy_(staged(pack(metadata.forward_inputs()), place), non_blocking=True)
         if before is not None:
             self.relay.copy_from(before)
-        self._replay()
-        assert self._left is not None
-        next_start, everything = self._left
+        self.replay()
+        next_start, everything = self.left
         outputs.next_start.copy_(next_start[: outputs.next_start.shape[0]])
-        rows, groups = staged.num_logits, staged.sample_groups.shape[0]
-        kept = LogitRows(*(t[:rows] for t in everything[:5]), *(t[:groups] for t in everything[5:]))
-        return LogitRows(*(t.clone() for t in kept))
+        rows, groups = metadata.num_logits, metadata.sample_groups.shape[0]
+        return LogitRows(*(t[:rows] for t in everything[:5]), *(t[:groups] for t in everything[5:]))

@@ -4,7 +4,7 @@ Legend: T rows, R rows with logits, B row groups (one sequence each), S groups t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -18,7 +18,7 @@ from deepinfer.runtime.observations import StepObservations
 from deepinfer.runtime.plan import NOT_IN_LAST_STEP, SchedulerOutputs, StepResult
 from deepinfer.runtime.replay_state import ReplayMetadata, stage_replay
 from deepinfer.runtime.sampler import SamplerOutput, SamplingMetadata
-from deepinfer.runtime.staging import to_device
+from deepinfer.runtime.staging import Packed, to_device
 
 POISON = -1  # a token or position that the host does not know
 FORWARD_INPUTS = ("token_ids", "token_starts", "starts", "q_lens", "max_drafts", "draft_budget", "remap", "slots", "block_tables")
@@ -117,21 +117,24 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
     if padded is not None:
         tokens += [0] * (padded.groups + 1 - len(tokens))
 
-    def per_group(values: list[int], filler: int = 0) -> Int[Tensor, " B"]:
-        return torch.tensor(values + [filler] * pad, dtype=torch.int64)
-
+    columns = {
+        "token_starts": token_starts,
+        "starts": [seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in sequences],
+        "q_lens": [seq.q_cap - seq.n_drafts for seq in sequences],
+        "max_drafts": [seq.n_drafts for seq in sequences],
+        "remap": [seq.remap for seq in sequences],
+        "slots": [seq.slot for seq in sequences],
+    }
+    fillers = {"remap": NOT_IN_LAST_STEP, "slots": TRASH_SLOT}
+    padded_columns = [values + [fillers.get(name, 0)] * pad for name, values in columns.items()]
+    per_group = torch.tensor(padded_columns, dtype=torch.int64).unbind(0)
     sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
     num_rows = plan.num_rows if padded is None else padded.rows
     is_even = padded is not None and plan.group_shape is not None
     return SequenceMetadata(
         token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
-        token_starts=per_group(token_starts),
-        starts=per_group([seq.start if seq.remap == NOT_IN_LAST_STEP else POISON for seq in sequences]),
-        q_lens=per_group([seq.q_cap - seq.n_drafts for seq in sequences]),
-        max_drafts=per_group([seq.n_drafts for seq in sequences]),
         draft_budget=torch.tensor([plan.draft_rows], dtype=torch.int64),
-        remap=per_group([seq.remap for seq in sequences], NOT_IN_LAST_STEP),
-        slots=per_group([seq.slot for seq in sequences], TRASH_SLOT),
+        **dict(zip(columns, per_group, strict=True)),
         block_tables=torch.from_numpy(table),
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
         num_rows=num_rows,
@@ -149,6 +152,7 @@ class DeviceOutputs:
     """Device tensors that the next step reads: allocated with the step, written by its launches.
 
     Attributes:
+        tokens: the next three in columns behind each other, which are views, so that one copy moves them.
         sampled: last token drawn for each group, `POISON` where none is.
         next_start: position of the next row of each group's sequence: the true length of its cache.
         drafts: tokens proposed to follow `sampled`.
@@ -156,31 +160,32 @@ class DeviceOutputs:
         draft_logprobs: log probabilities that the drafts were drawn with; no vocabulary unless the verification needs them.
     """
 
-    sampled: Int[Tensor, " B"]
-    next_start: Int[Tensor, " B"]
-    drafts: Int[Tensor, "B k"]
+    tokens: Int[Tensor, "B n"]
     survival: Float[Tensor, "B k"]
     draft_logprobs: Float[Tensor, "B k V"]
+    sampled: Int[Tensor, " B"] = field(init=False)
+    next_start: Int[Tensor, " B"] = field(init=False)
+    drafts: Int[Tensor, "B k"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, view in (("sampled", self.tokens[:, 0]), ("next_start", self.tokens[:, 1]), ("drafts", self.tokens[:, 2:])):
+            object.__setattr__(self, name, view)
 
     @classmethod
     def empty(cls, groups: int, k: int, vocab_size: int, device: torch.device) -> Self:
         """Poisoned tensors for a step of `groups` row groups."""
-
-        def poison(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full(shape, POISON, device=device, dtype=dtype)
-
         return cls(
-            sampled=poison(groups),
-            next_start=poison(groups),
-            drafts=poison(groups, k),
-            survival=poison(groups, k, dtype=torch.float32),
+            tokens=torch.full((groups, 2 + k), POISON, device=device),
+            survival=torch.full((groups, k), float(POISON), device=device),
             draft_logprobs=torch.empty((groups, k, vocab_size), device=device),
         )
 
     def copy_from(self, other: Self) -> None:
         """Take over what another step left, in the first places of these tensors. Mutates them."""
-        for name in ("sampled", "next_start", "drafts", "survival"):
-            getattr(self, name)[: other.sampled.shape[0]].copy_(getattr(other, name))
+        groups = other.tokens.shape[0]
+        self.tokens[:groups].copy_(other.tokens)
+        if other.survival.numel():
+            self.survival[:groups].copy_(other.survival)
 
 
 class LogitRows(NamedTuple):
@@ -218,7 +223,8 @@ class LogitRows(NamedTuple):
 class StepBox:
     """What the launches of one step leave for each other and for the host; each field is written once.
 
-    `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue. `drawn` keeps the sampler's device
+    `sampling` and `inputs` are on the device; `texts` are what the groups' drafts continue; where a graph draws, `draft_inputs` is
+    all that drafts start from. `drawn` keeps the sampler's device
     tensors alive until their copy `host` has been read; `seen` is the copy of what was observed. `drafts` is the host
     copy of what the step proposed, made only where a grammar has to look at it; `drafts_copied` guards it.
     """
@@ -227,7 +233,8 @@ class StepBox:
     sampling: SamplingMetadata | None = None
     inputs: SamplerInputs | None = None
     texts: Continuations | None = None
-    drawn: SamplerOutput | None = None
+    draft_inputs: Int[Tensor, "3 n"] | None = None
+    drawn: Packed[SamplerOutput] | None = None
     host: SamplerOutput | None = None
     seen: StepObservations | None = None
     copied: Event | None = None

@@ -11,10 +11,13 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 Legend: R rows with logits, S sampling groups with up to Q1 = 1 + k rows each.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from deepinfer.dims import Bool, Float, Int, Tensor
 from deepinfer.ops.noise import ACCEPT, RESAMPLE, gumbel, uniform
+from deepinfer.runtime.step_state import POISON, LogitRows
 
 VERIFICATIONS = ("match", "rejection")
 
@@ -32,6 +35,29 @@ def count_leading(
     accepted = torch.zeros(shape, dtype=torch.int64, device=group.device)
     accepted[group, index] = is_accepted.to(torch.int64)
     return accepted.cumprod(dim=1).sum(dim=1)
+
+
+class Run(NamedTuple):
+    """What the sampling groups of a step keep: `accepted` drafts and one token behind them, which is `last`.
+
+    `token_ids` are those drawn at each place, `POISON` where a group has no row.
+    """
+
+    token_ids: Int[Tensor, "S Q1"]
+    accepted: Int[Tensor, " S"]
+    last: Int[Tensor, " S"]
+
+
+def kept_run(rows: LogitRows, drawn: Int[Tensor, " R"], is_accepted: Bool[Tensor, " R"], width: int) -> Run:
+    """The run of each group. `drawn` and `is_accepted` tell of each row its token and whether the draft behind it stands.
+
+    `width` is Q1. Padding rows may share a place of a group that nobody looks at.
+    """
+    shape = (rows.groups.shape[0], width)
+    accepted = count_leading(is_accepted & rows.draft_follows, rows.group, rows.place, shape)
+    token_ids = drawn.new_full(shape, POISON)
+    token_ids[rows.group, rows.place] = drawn
+    return Run(token_ids, accepted, token_ids.gather(1, accepted[:, None]).squeeze(1))
 
 
 def reject(

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from deepinfer.bench import floors
-from deepinfer.bench.floors import Work, cache_work, decode_work, draft_work, expected_active, prefill_work, total
+from deepinfer.bench.ceilings import Ceilings
+from deepinfer.bench.floors import Work, cache_work, chunk_work, decode_work, draft_work, expected_active, prefill_work, total
 from deepinfer.config import ModelConfig
 from deepinfer.presets import flash_slice, tiny_config
 
@@ -79,3 +80,16 @@ def test_a_prompt_multiplies_the_same_however_it_is_cut() -> None:
     whole, cut = (total(prefill_work(config, tokens=512, chunk=chunk)) for chunk in (512, 64))
     assert cut.flops == pytest.approx(whole.flops, rel=0.05)
     assert cut.bytes > 2 * whole.bytes
+
+
+def test_the_chunks_of_a_prompt_are_the_prompt() -> None:
+    config = tiny_config()
+    parts = [total(chunk_work(config, start=start, end=end, tokens=100)) for start, end in ((0, 48), (48, 96), (96, 100))]
+    found, expected = sum(parts, Work()), total(prefill_work(config, tokens=100, chunk=48))
+    assert (found.bytes, found.flops) == pytest.approx((expected.bytes, expected.flops))
+
+
+def test_a_floor_is_the_longer_of_reading_and_multiplying() -> None:
+    ceilings = Ceilings("a machine", 1e9, 1e10)
+    assert ceilings.floor_ms(1e9, 1e9) == pytest.approx(1e3)
+    assert ceilings.floor_ms(1e6, 1e10) == pytest.approx(1e3)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from deepinfer.bench.ceilings import Ceilings
 from deepinfer.bench.cold_start import as_text, from_text
 from deepinfer.bench.compare import parse_settings
 from deepinfer.bench.decode import observed_experts
+from deepinfer.bench.floors import chunk_work, total
 from deepinfer.bench.layer import operation_of
 from deepinfer.bench.report import Report
 from deepinfer.bench.roofline import draw_roofline, points_of
@@ -94,18 +96,33 @@ def test_decode_rows_have_floors_and_are_written_as_they_come(folder: Path, tmp_
     assert picture.stat().st_size > 1000
 
 
+def check_operations(rows: list[dict[str, Any]]) -> None:
+    """Operations add up to the row of all, and floors stand where bytes and products are known."""
+    *operations, whole = rows
+    assert whole["operation"] == "all"
+    for name in ("us", "launches", "share"):
+        assert sum(row[name] for row in operations) == pytest.approx(whole[name])
+    for row in rows:
+        assert (row["floor_us"] is None) == (row["gflop"] is None)
+        if row["floor_us"] is not None:
+            assert row["ratio"] == pytest.approx(row["floor_us"] / row["us"])
+    assert whole["floor_us"] >= max(whole["megabytes"] * 1e3, whole["gflop"] * 1e2) * 0.999
+
+
 def test_prefill_layer_and_comparison(folder: Path, tmp_path: Path) -> None:
     common = ("-m", folder, "--precision", "bfloat16", "--device", "cpu", "--json", tmp_path / "out.json")
 
-    def rows() -> list[dict[str, object]]:
-        found: list[dict[str, object]] = json.loads((tmp_path / "out.json").read_text())["rows"]
+    def rows() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["rows"]
         return found
 
     assert bench("prefill", *common, "--tokens", 40, "--chunk", 16, 40) == 0
     assert [row["chunk"] for row in rows()] == [16, 40]
     assert bench("layer", *common, "--batch", 2, "--steps", 1, "--context", 20) == 0
-    *operations, whole = rows()
-    assert sum(float(str(row["us"])) for row in operations) == pytest.approx(float(str(whole["us"])))
+    check_operations(rows())
+    assert bench("layer", *common, "--prefill", 40, "--chunk", 16, "--steps", 2) == 0
+    check_operations(rows())
+    assert rows()[-1]["gflop"] == pytest.approx(total(chunk_work(tiny_config(), start=32, end=40, tokens=40)).flops / 1e9)
     assert bench("compare", *common, "--batch", 1, "--context", 20, "--steps", 1, "", "async_scheduling=0") == 0
     assert [row["settings"] for row in rows()] == ["(as given)", "async_scheduling=0"]
 
@@ -127,6 +144,7 @@ def test_everything_in_one_run_loads_the_model_once(folder: Path, tmp_path: Path
         "LONG_CONTEXTS": (40, 5000),
         "DELAYS_MS": (0.0,),
         "PROMPTS": (150, 200, 5000),
+        "CHUNKS": (120, 8192),
         "STEPS": 1,
     }
     for name, value in sizes.items():
@@ -135,7 +153,8 @@ def test_everything_in_one_run_loads_the_model_once(folder: Path, tmp_path: Path
     assert bench("all", "-m", folder, "--precision", "bfloat16", "--device", "cpu", "--json", path) == 0
     rows = json.loads(path.read_text())["rows"]
     parts = list(dict.fromkeys(row["part"] for row in rows))
-    assert parts == ["decode", "long context", "operations, batch 1", "overlap", "prefill", "work"]
+    assert parts == ["decode", "long context", "operations, batch 1", "overlap", "operations, prefill", "prefill", "work"]
+    assert [(row["tokens"], row["chunk"]) for row in rows if row["part"] == "prefill"] == [(200, 120), (200, 200)]
     assert [row["context"] for row in rows if row["part"] == "long context"] == [40]
     assert {row["tokens"] for row in rows if row["part"] == "work"} == {150, 200}
     assert len(opened) == 1
@@ -172,6 +191,7 @@ def test_a_cold_start_runs_in_processes_of_its_own(folder: Path, tmp_path: Path)
     [
         (("decode", "--batch", "0"), "'0': expected an integer of at least 1"),
         (("decode", "--batch", "many"), "'many': expected an integer of at least 1"),
+        (("layer", "--prefill", "0"), "'0': expected an integer of at least 1"),
         (("prefill", "--chunk", "-1"), "'-1': expected an integer of at least 1"),
         (("speculation", "--drafts", "-1"), "expected an integer of at least 0"),
         (("overlap", "--batch", "0"), "expected an integer of at least 1"),
@@ -197,6 +217,8 @@ def test_bad_numbers_are_refused_with_one_sentence(
         (("decode", "-m", "flash_slice:3"), "at least 6"),
         (("decode", "-m", "flash_slice:8:2"), "2 experts, but each token visits 6"),
         (("compare", "--device", "cpu", "", "colour=red"), "'colour=red': expected FIELD=VALUE with one of kernels"),
+        (("layer", "--chunk", "16"), "--chunk: goes with --prefill"),
+        (("layer", "--prefill", "40", "--drafts", "0"), "--drafts: is of a decode step"),
         (("decode", "--device", "cpu", "--kernels", "triton"), 'EngineConfig.kernels = "triton"'),
     ],
 )

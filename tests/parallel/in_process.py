@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepinfer.parallel.ranks import Ranks
 from deepinfer.runtime.device import InlineDevice
+from deepinfer.runtime.fuzz_device import FuzzDevice
 
 PATIENCE_S = 60.0
 HOST_READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__")
@@ -84,6 +85,13 @@ class HostRead(AssertionError):
     """A captured function looked at a value."""
 
 
+def _nonsense(dtype: torch.dtype) -> float | int | bool:
+    """A value that shows where it is used: as an index it is out of any range."""
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
 class Graph(TorchDispatchMode):
     """Records operations; `replay` repeats them on the same tensors, with nothing of the Python around them."""
 
@@ -103,6 +111,14 @@ class Graph(TorchDispatchMode):
             self.calls.append((func, args, kwargs, out))
         return out
 
+    def spoil(self) -> None:
+        """Overwrite what was allocated while recording; the next replay makes it anew."""
+        for _, args, kwargs, out in self.calls:
+            given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                    tensor.fill_(_nonsense(tensor.dtype))
+
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
@@ -114,11 +130,15 @@ class Graph(TorchDispatchMode):
 
 
 class CapturingDevice(InlineDevice):
-    """`capture` records what a function does, and its replays are that alone, as those of a CUDA graph."""
+    """`capture` records what a function does, and its replays are that alone, as those of a CUDA graph.
+
+    Graphs share their working memory: a replay overwrites what graphs that were captured later have left in theirs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.can_capture, self.num_replays = True, 0
+        self.graphs: list[Graph] = []
 
     def capture(self, fn: Callable[[], None]) -> Callable[[], None]:
         fn()
@@ -136,12 +156,29 @@ class CapturingDevice(InlineDevice):
             for name, method in kept.items():
                 setattr(Tensor, name, method)
 
+        place = len(self.graphs)
+        self.graphs.append(graph)
+
         def replay() -> None:
             self.num_replays += 1
             graph.replay()
+            for later in self.graphs[place + 1 :]:
+                later.spoil()
 
-        # What a capture computed may not be taken for a replay's result.
+        # Nothing has been computed by a capture.
+        graph.spoil()
         return replay
+
+
+class LateCapturingDevice(FuzzDevice):
+    """The same, and launches run late."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.can_capture, self.num_replays = True, 0
+        self.graphs: list[Graph] = []
+
+    capture = CapturingDevice.capture
 
 
 def record_exchanges() -> None:

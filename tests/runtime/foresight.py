@@ -4,18 +4,18 @@ from collections.abc import Callable
 
 import torch
 
+from deepinfer.runtime.step_sampler import StepSampler
 from deepinfer.runtime.step_state import WorkerStepState
-from deepinfer.runtime.worker import Worker
 
 WRONG = 70
 ERRS_EVERY = 4  # positions, so that accepted runs end anywhere
 
 
-def tokens_ahead(known: dict[int, list[int]]) -> Callable[[Worker, WorkerStepState], None]:
-    """A stand-in for `Worker._propose`. `known`: prompt and output of each request, by its seed."""
+def tokens_ahead(known: dict[int, list[int]]) -> Callable[[StepSampler, WorkerStepState], None]:
+    """A stand-in for `StepSampler.propose`. `known`: prompt and output of each request, by its seed."""
 
     @torch.inference_mode()
-    def propose(self: Worker, state: WorkerStepState) -> None:
+    def propose(self: StepSampler, state: WorkerStepState) -> None:
         outputs, found, sampling = state.outputs, state.box.logit_rows, state.box.sampling
         assert found is not None
         assert sampling is not None

@@ -15,6 +15,7 @@ from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.grammar_masks import build_masks, unpack
 from deepinfer.runtime.plan import SchedulerOutputs
 from deepinfer.runtime.sequence import Sequence
+from deepinfer.runtime.step_sampler import StepSampler
 from deepinfer.runtime.step_state import WorkerStepState
 from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
@@ -120,7 +121,7 @@ def test_every_loop_gives_the_lone_text(depth: int, k: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_accepted_runs_keep_to_the_form(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_propose", tokens_ahead(lone_runs()))
+    monkeypatch.setattr(StepSampler, "propose", tokens_ahead(lone_runs()))
     found, harness = run(7, depth, K, most_steps=50)
     assert found == []
     counters = harness.scheduler.counters
@@ -151,7 +152,7 @@ def test_a_text_ends_as_soon_as_nothing_can_follow_it_without_an_end_token() -> 
 
 def test_rows_of_sequences_with_different_numbers_of_drafts_get_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks as built, against each sequence's own state: `n_drafts` of a step differ where a sequence nears its limit."""
-    monkeypatch.setattr(Worker, "_propose", tokens_ahead(lone_runs()))
+    monkeypatch.setattr(StepSampler, "propose", tokens_ahead(lone_runs()))
     shapes = set()
 
     def checked(plan: SchedulerOutputs, sequences: list[Sequence], drafts: list[list[int]], vocab_size: int) -> Tensor | None:
@@ -240,7 +241,7 @@ def marker_not_found_within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda m: m.__name__,
 )
 def test_taking_a_mechanism_out_is_noticed(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_propose", tokens_ahead(lone_runs()))  # the lone runs are made before the mutation
+    monkeypatch.setattr(StepSampler, "propose", tokens_ahead(lone_runs()))  # the lone runs are made before the mutation
     mutation(monkeypatch)
     assert any(run(seed, 1, K, most_steps=50)[0] for seed in range(3)), "nothing failed without it"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepinfer.ops.noise import DRAFT, gumbel
-from deepinfer.runtime import worker as worker_module
+from deepinfer.runtime import step_sampler as sampler_module
 from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.verify import reject
@@ -118,7 +118,7 @@ def test_runs_that_accept_every_draft_have_not(plain_tokens: torch.Tensor, monke
     def gullible(target: torch.Tensor, draft: torch.Tensor, drafted: torch.Tensor, *rest: torch.Tensor) -> object:
         return torch.ones_like(drafted, dtype=torch.bool), drafted
 
-    monkeypatch.setattr(worker_module, "reject", gullible)
+    monkeypatch.setattr(sampler_module, "reject", gullible)
     assert two_samples(later_tokens("rejection", 3), plain_tokens) > CRITICAL_15
 
 

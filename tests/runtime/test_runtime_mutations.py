@@ -13,6 +13,7 @@ from deepinfer.runtime.fuzz_device import FuzzDevice
 from deepinfer.runtime.release import DeferredRelease
 from deepinfer.runtime.row_layout import Layout, build_rows
 from deepinfer.runtime.sequence import Sequence, Ticket
+from deepinfer.runtime.sequence_memory import SequenceMemory
 from deepinfer.runtime.step_state import DeviceOutputs, SequenceMetadata
 from deepinfer.sampling_params import SamplingParams
 from tests.runtime.harness import Harness, make_request, reference
@@ -109,10 +110,10 @@ def no_epoch_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_capacity_for_rows_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(self: scheduler_module.Scheduler, sequence: Sequence, end: int) -> int:
+    def missing(self: SequenceMemory, sequence: Sequence, end: int) -> int:
         return self.limits.blocks_for(end - sequence.total_inflight_tokens) - len(sequence.blocks)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_missing_blocks", missing)
+    monkeypatch.setattr(SequenceMemory, "missing_blocks", missing)
 
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -14,9 +14,9 @@ from deepinfer.model.transformer import Transformer
 from deepinfer.presets import random_model, tiny_config
 from deepinfer.runtime.device import InlineDevice
 from deepinfer.runtime.fuzz_device import FuzzDevice
+from deepinfer.runtime.step_sampler import StepSampler
 from deepinfer.runtime.step_state import WorkerStepState
 from deepinfer.runtime.verify import count_leading
-from deepinfer.runtime.worker import Worker
 from deepinfer.sampling_params import SamplingParams
 from tests.runtime.harness import GOLDEN, Harness, make_request, reference, tiny_model
 
@@ -47,7 +47,7 @@ def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, dra
     seen: set[tuple[int, int]] = set()
     count = itertools.count()
 
-    def planned(self: Worker, state: WorkerStepState) -> None:
+    def planned(self: StepSampler, state: WorkerStepState) -> None:
         found = state.box.logit_rows
         assert found is not None
         rows = []
@@ -60,7 +60,7 @@ def test_planned_drafts_of_every_quality_leave_the_text_as_it_is(depth: int, dra
             rows.append([t if i < good else (t + 1) % 300 for i, t in enumerate(right)])
         state.outputs.drafts[found.groups] = torch.tensor(rows)
 
-    monkeypatch.setattr(Worker, "_propose", planned)
+    monkeypatch.setattr(StepSampler, "propose", planned)
     for index, prompt in enumerate(prompts):
         harness.add(make_request(str(index), prompt, params))
     harness.run()
@@ -97,7 +97,7 @@ def test_every_accept_length_meets_every_place_in_block_window_and_group(depth: 
     harness = Harness(FuzzDevice(depth), depth=depth, num_speculative_tokens=k, **sizes)
     seen: Counter[tuple[int, int]] = Counter()
 
-    def planned(self: Worker, state: WorkerStepState) -> None:
+    def planned(self: StepSampler, state: WorkerStepState) -> None:
         found = state.box.logit_rows
         assert found is not None
         rows = []
@@ -111,7 +111,7 @@ def test_every_accept_length_meets_every_place_in_block_window_and_group(depth: 
             rows.append([t if i < good else (t + 1) % 240 for i, t in enumerate(right)])
         state.outputs.drafts[found.groups] = torch.tensor(rows)
 
-    monkeypatch.setattr(Worker, "_propose", planned)
+    monkeypatch.setattr(StepSampler, "propose", planned)
     assert texts_of(harness, prompts, params) == expected
     missing = {(good, place) for good in range(k + 1) for place in range(period)} - set(seen)
     assert not missing
@@ -128,14 +128,14 @@ def test_drafts_with_the_noise_of_the_target_are_accepted_more_often_than_others
         return harness.scheduler.counters.accepted
 
     shared = accepted()
-    original = Worker._propose
+    original = StepSampler.propose
 
-    def independent(self: Worker, state: WorkerStepState) -> None:
+    def independent(self: StepSampler, state: WorkerStepState) -> None:
         assert state.box.sampling is not None
         state.box.sampling = replace(state.box.sampling, seeds=state.box.sampling.seeds + 1000)
         original(self, state)
 
-    monkeypatch.setattr(Worker, "_propose", independent)
+    monkeypatch.setattr(StepSampler, "propose", independent)
     assert shared > accepted()
 
 

@@ -1,0 +1,62 @@
+"""The fixed shapes that steps are padded to, so that few of them are compiled and captured.
+
+True lengths are values inside: padding costs rows of trash and changes nothing else.
+"""
+
+import bisect
+
+from deepinfer.config import ModelConfig
+from deepinfer.model.compiled import LEAST_ROWS
+from deepinfer.runtime.plan import SchedulerOutputs, StepKind
+from deepinfer.runtime.replay_state import num_skipped
+from deepinfer.runtime.step_state import PaddedShape, table_width
+
+LEAST_TABLE_WIDTH = 8  # blocks; short sequences share a shape
+
+
+def decode_shape(groups: int, drafts_each: int, table_width: int) -> PaddedShape:
+    """The shape of a decode step: table widths grow in powers of four, so that long sequences need few shapes."""
+    width = LEAST_TABLE_WIDTH
+    while width < table_width:
+        width *= 4
+    return PaddedShape(groups, max(groups * (1 + drafts_each), LEAST_ROWS), width)
+
+
+class StepShapes:
+    """Chooses shapes. `buckets` are row group counts of decode steps, ascending; none: decode steps have no fixed shape.
+
+    `pads_every_step`: whether other steps, too, keep away from sizes of 1, which compilers take for a special case.
+    """
+
+    def __init__(self, buckets: tuple[int, ...], num_drafts: int, block_size: int, pads_every_step: bool) -> None:
+        self.buckets, self.num_drafts, self.block_size = buckets, num_drafts, block_size
+        self.pads_every_step = pads_every_step
+
+    def bucket(self, count: int) -> int | None:
+        """The smallest bucket for a number of groups."""
+        place = bisect.bisect_left(self.buckets, count)
+        return self.buckets[place] if place < len(self.buckets) else None
+
+    def of(self, plan: SchedulerOutputs) -> PaddedShape | None:
+        """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1; None: its own."""
+        count, width = len(plan.sequences), table_width(plan, self.block_size)
+        if plan.group_shape is not None:
+            groups = self.bucket(plan.group_shape.num_groups)
+            return None if groups is None else decode_shape(groups, self.num_drafts, plan.group_shape.num_blocks)
+        groups = self.bucket(count)
+        if plan.kind is StepKind.DECODE and groups is not None:
+            return decode_shape(groups, -(-plan.draft_rows // count), width)
+        if not self.pads_every_step:
+            return None
+        # Behind the last KV source as well.
+        skipped = sum(num_skipped(seq) for seq in plan.sequences)
+        return decode_shape(count, 0, width)._replace(rows=max(plan.num_rows, skipped + LEAST_ROWS))
+
+    def table_widths(self, config: ModelConfig, num_blocks: int) -> list[int]:
+        """Widths of block tables that have code of their own: the index chooses among more entries, or blocks, than it keeps."""
+        ix = config.indexer
+        kept = [ix.topk] + [ix.candidate_topk_blocks * ix.candidate_block_size] * (ix.candidate_source_layer >= 0)
+        tokens = [0, *(config.compress_ratios[layer] * count for layer in config.kv_source_layers for count in kept)]
+        longest = decode_shape(1, 0, num_blocks - 1).table_width
+        widths = {decode_shape(1, 0, count // self.block_size + 1).table_width for count in tokens}
+        return sorted(width for width in widths if width <= longest)
