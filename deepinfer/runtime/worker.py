@@ -7,7 +7,6 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 import bisect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
-from deepinfer.runtime.plan import CacheCopy, GroupShape, SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import (
@@ -55,12 +54,12 @@ LEAST_TABLE_WIDTH = 8  # blocks; short sequences share a shape
 PREFILL_WARM_UP_ROWS = 256
 
 
-def padded_shape(groups: int, drafts_each: int, table_width: int) -> PaddedShape:
+def padded_shape(groups: int, drafts_each: int, table_width: int, *, is_even: bool = False) -> PaddedShape:
     """The fixed shape of a decode step: table widths grow in powers of four, so that long sequences need few shapes."""
     width = LEAST_TABLE_WIDTH
     while width < table_width:
         width *= 4
-    return PaddedShape(groups, max(groups * (1 + drafts_each), LEAST_ROWS), width)
+    return PaddedShape(groups, max(groups * (1 + drafts_each), LEAST_ROWS), width, is_even)
 
 
 def cache_places(plan: SchedulerOutputs) -> list[tuple[str, int]]:
@@ -202,8 +201,6 @@ class Worker:
         Collective `in_group`, whose ranks all run steps of the same shapes.
         """
         idle, block_size = SchedulerOutputs(step_seq=-1, kind=StepKind.IDLE, sequences=()), self.sizes.block_size
-        if in_group:
-            idle = replace(idle, group_shape=GroupShape(1, 1))
         with progress("prefill"):
             for width in self._kinds_of_tables():
                 shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, width)
@@ -211,7 +208,8 @@ class Worker:
         for groups in self.decode_buckets:
             for each in (self.num_drafts,) if in_group else sorted({0, self.num_drafts}):
                 with progress(f"decode, {groups} sequences, {each} drafts"):
-                    self._static_decode(stage_metadata(idle, block_size, padded_shape(groups, each, 1)))
+                    shape = padded_shape(groups, each, 1, is_even=in_group)
+                    self._static_decode(stage_metadata(idle, block_size, shape))
         if not self.num_drafts:
             return
         for bucket in self.decode_buckets:
@@ -399,13 +397,13 @@ class Worker:
     def _padded_shape(self, plan: SchedulerOutputs) -> PaddedShape | None:
         """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1."""
         count, width = len(plan.sequences), table_width(plan, self.sizes.block_size)
-        if plan.group_shape is not None:
-            groups = self._bucket(plan.group_shape.num_groups)
-            return None if groups is None else padded_shape(groups, self.num_drafts, plan.group_shape.num_blocks)
-        groups = self._bucket(count)
-        if plan.kind is StepKind.DECODE and groups is not None:
+        agreed = plan.group_shape
+        groups = self._bucket(count if agreed is None else agreed.num_groups)
+        if groups is not None and agreed is not None:
+            return padded_shape(groups, self.num_drafts, agreed.num_blocks, is_even=True)
+        if groups is not None and plan.kind is StepKind.DECODE:
             return padded_shape(groups, -(-plan.draft_rows // count), width)
-        if not self.pads_every_step:
+        if not self.pads_every_step or not count:
             return None
         # Behind the last KV source as well.
         skipped = sum(num_skipped(seq) for seq in plan.sequences)

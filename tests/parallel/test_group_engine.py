@@ -179,6 +179,8 @@ def test_a_group_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"num_redundant_experts": 0}, "5 experts and 0 redundant ones make 5 slots"),
         ({"cp_size": 2}, "cp_size = 2: prompts are spread by engines of role prefill"),
+        ({"kernels": "triton"}, "they are for CUDA devices, the device is cpu"),
+        ({"kernels": "inductor"}, "on a CPU it is proven for the plain operations"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], message: str) -> None:
@@ -188,13 +190,14 @@ def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], m
 
 def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
     model = load_model(MODEL, "float32", "cpu")
-    two = ParallelConfig(ep_size=2)
+    two, spread = ParallelConfig(ep_size=2), ParallelConfig(cp_size=2, role="prefill")
     for config, message in (
         (EngineConfig(parallel=two), "from_pretrained"),
         (EngineConfig(parallel=ParallelConfig(cp_size=2)), "engines of role prefill"),
         (EngineConfig(parallel=two, enable_prefix_caching=True), "enable_prefix_caching and replay"),
         (EngineConfig(parallel=ParallelConfig(role="decode"), replay="exact"), "enable_prefix_caching and replay"),
-        (EngineConfig(parallel=two, kernels="triton"), "several ranks run the plain operations"),
+        (EngineConfig(parallel=spread, kernels="inductor"), "inside attention, which is not compiled"),
+        (EngineConfig(parallel=spread, compile=True), "inside attention, which is not compiled"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLMEngine(model, Tokenizer.from_folder(MODEL), config)
