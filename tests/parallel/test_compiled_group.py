@@ -1,11 +1,14 @@
 """Compiled layers whose experts are in several processes: the exchange stays outside, layers share their code as they do alone."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from deepinfer import LLMEngine, ParallelConfig
 from deepinfer.model.compiled import compilation_count, compile_model, forget_compiled, uncompiled
 from deepinfer.model.numerics import inductor_ops, reference_ops
 from deepinfer.model.transformer import Transformer
@@ -14,9 +17,15 @@ from deepinfer.parallel.expert_parallel import distribute_experts, feed_forwards
 from deepinfer.parallel.load_counter import LoadCounter
 from deepinfer.parallel.placement import place_evenly
 from deepinfer.presets import random_model, tiny_config
+from tests.parallel.spawn import run_ranks
+from tests.parallel.test_group_engine import MODEL, PARAMS, PROMPTS, TINY, completions, core_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning"),
+    pytest.mark.timeout(900),
+]
 
+WINDOWS_ONLY = MODEL.parent / "swa_tiny"  # three layers of one kind
 OPS = {"plain": reference_ops(static_shapes=True), "inductor": inductor_ops()}
 
 
@@ -93,3 +102,42 @@ def test_what_is_compiled_can_be_undone() -> None:
     forget_compiled(model)
     assert all("stages" not in vars(layer) or layer.stages is type(layer).stages for layer in model.layers)
     assert all(ffn.experts._compiled_call_impl is None for ffn in feed_forwards(model))
+
+
+def serve(rank: int, size: int, folder: Path, backend: str) -> dict[str, Any]:
+    """Completions of compiled layers, alone or in a group whose experts move, and graphs that were compiled for them."""
+    settings: dict[str, Any] = {"precision": "float32", "device": "cpu", "kernels": "inductor", "compile": True, **TINY}
+    if size > 1:
+        redundant = 0 if folder == WINDOWS_ONLY else -5 % size
+        settings["parallel"] = ParallelConfig(
+            ep_size=size, num_redundant_experts=redundant, eplb_window=5, eplb_period=10, timeout_s=240
+        )
+    found: dict[str, Any] = {"outputs": [], "counts": [], "moves": []}
+    with pytest.MonkeyPatch.context() as patch:
+        for where in ("engine", "parallel.group_engine"):
+            patch.setattr(f"deepinfer.{where}.compile_model", partial(compile_model, backend=backend))
+        with LLMEngine.from_pretrained(folder, **settings) as engine:
+            for _ in range(2):
+                found["outputs"].append(completions(engine, PROMPTS, PARAMS))
+                found["counts"].append(compilation_count())
+                if size > 1:
+                    found["moves"].append(len(core_of(engine).balance.rearrangements))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "backend"),
+    [(WINDOWS_ONLY, "eager"), pytest.param(MODEL, "inductor", marks=pytest.mark.slow)],
+    ids=["graphs", "generated code"],
+)
+@pytest.mark.filterwarnings("default")
+def test_a_group_of_compiled_ranks_gives_the_tokens_of_one_process(folder: Path, backend: str) -> None:
+    torch.compiler.reset()
+    alone, ranks = serve(0, 1, folder, backend), run_ranks(serve, 2, folder, backend)
+    for ours, theirs in zip(ranks[0]["outputs"], alone["outputs"], strict=True):
+        assert [output[:2] for output in ours] == [output[:2] for output in theirs]
+        assert [output[2] for output in ours] == pytest.approx([output[2] for output in theirs], abs=1e-3)
+    for rank in ranks:
+        # Experts moved between the two rounds, into the storage that the compiled code reads.
+        assert rank["moves"][1] > rank["moves"][0]
+        assert rank["counts"][1] == rank["counts"][0] > 0
