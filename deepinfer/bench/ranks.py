@@ -42,6 +42,7 @@ from deepinfer.parallel.packing_agreement import agree_on_packing
 from deepinfer.parallel.placement import place_evenly
 from deepinfer.presets import flash_slice, random_model, tiny_config
 from deepinfer.runtime.device import open_device
+from deepinfer.runtime.worker import PREFILL_WARM_UP_ROWS
 
 WARM_UP = 2
 TIMEOUT_S = 300.0  # ranks compile at the same time, but not equally fast
@@ -120,14 +121,18 @@ class RanksMeasurement:
         print(f"{time.strftime('%H:%M:%S')} {time.monotonic() - self.start_s:6.1f} s {held:6.1f} GiB  {what}", flush=True)
 
     def measure(self) -> None:
-        """The whole model, then the group: one model in memory at a time."""
+        """The whole model, then the group: one model in memory at a time. Collective."""
         for mode, open_model in (("alone", self.open_whole), ("group", self.open_share)):
             self.progress(f"{mode}: making the model")
             model = open_model()
-            for kind, rows in self.kinds().items():
-                self.measure_kind(mode, kind, model, rows)
+            if self.backend.compiles:
+                self.compile(mode, model)
+            self.measure_kind(mode, "prefill", model, self.rows_of(1, self.args.prompt, 0))
+            # As in the engine: decode steps are as large on every rank.
+            decode = replace(self.rows_of(self.args.rows, 1, self.args.context), is_even=True)
+            self.measure_kind(mode, "decode", model, decode)
             del model
-            # What is compiled keeps the weights that it was compiled for.
+            # What is compiled may keep the weights that it was compiled for.
             torch.compiler.reset()
             release_memory()
         self.progress("done")
@@ -152,30 +157,31 @@ class RanksMeasurement:
             compile_model(model)
         return model
 
-    def kinds(self) -> dict[str, Rows]:
-        """The rows of each kind of step; those of a rank are its own, the same in both modes."""
-        args, generator = self.args, torch.Generator().manual_seed(self.ranks.rank)
+    def rows_of(self, sequences: int, tokens: int, start: int) -> Rows:
+        """Rows of this rank's own, the same whenever they are asked for."""
+        generator = torch.Generator().manual_seed(self.ranks.rank)
+        width = -(-(start + tokens) // BLOCK)
+        tables = [range(1 + i * width, 1 + (i + 1) * width) for i in range(sequences)]
+        ids = torch.randint(3, 256, (sequences, tokens), generator=generator)
+        return pack_rows([(row, start) for row in ids], range(1, sequences + 1), tables, BLOCK, self.device)
 
-        def rows_of(sequences: int, tokens: int, start: int) -> Rows:
-            width = -(-(start + tokens) // BLOCK)
-            tables = [range(1 + i * width, 1 + (i + 1) * width) for i in range(sequences)]
-            ids = torch.randint(3, 256, (sequences, tokens), generator=generator)
-            return pack_rows([(row, start) for row in ids], range(1, sequences + 1), tables, BLOCK, self.device)
+    def compile(self, mode: str, model: Transformer) -> None:
+        """Run what an engine runs first: how compiled code cuts its sums depends on it."""
+        self.progress(f"{mode}: compiling")
+        self.step_of(model, self.rows_of(1, PREFILL_WARM_UP_ROWS, 0), LEAST_ROWS).run()
+        synchronize(self.device)
 
-        # As in the engine: decode steps are as large on every rank.
-        return {"prefill": rows_of(1, args.prompt, 0), "decode": replace(rows_of(args.rows, 1, args.context), is_even=True)}
+    def step_of(self, model: Transformer, rows: Rows, num_logits: int) -> RepeatedStep:
+        """A step over rows, with room for them and nothing else."""
+        num_blocks = int(rows.block_tables.max()) + 1
+        sizes = CacheSizes(num_slots=rows.slots.shape[0] + 1, num_blocks=num_blocks, block_size=BLOCK)
+        return RepeatedStep(model, self.ranks, rows, sizes, num_logits)
 
     def measure_kind(self, mode: str, kind: str, model: Transformer, rows: Rows) -> None:
         """Steps as they are launched, and of decode also captured, without marks and with marks inside the graph."""
-        num_blocks = int(rows.block_tables.max()) + 1
-        sizes = CacheSizes(num_slots=rows.slots.shape[0] + 1, num_blocks=num_blocks, block_size=BLOCK)
         is_decode, in_group = kind == "decode", mode == "group"
-        num_logits = rows.positions.shape[0] if is_decode else LEAST_ROWS
-        step = RepeatedStep(model, self.ranks, rows, sizes, num_logits)
-        self.progress(f"{mode}: {kind}, compiling" if self.backend.compiles else f"{mode}: {kind}")
-        step.run()
-        synchronize(self.device)
-        self.progress(f"{mode}: {kind}, measuring")
+        step = self.step_of(model, rows, rows.positions.shape[0] if is_decode else LEAST_ROWS)
+        self.progress(f"{mode}: {kind}")
         with self.ranks.marking(mark_maker(self.device)):
             step_s, exchange_ms = self.time(step.run)
         self.add(mode, kind, step, step_s, exchange_ms if in_group else None, captured=False)

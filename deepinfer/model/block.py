@@ -68,10 +68,7 @@ def finish(
     block: "Block", streams: Float[Tensor, "T M D"], halfway: Halfway, outputs: Float[Tensor, "T K D"]
 ) -> Float[Tensor, "T M D"]:
     """`feed` behind the exchange."""
-    x, chosen, mixes = halfway
-    # Known to a compiler from here on, as where the coefficients are computed.
-    assert mixes.comb.shape[1:] == (block.hc_ffn.config.mult, block.hc_ffn.config.mult)
-    return write(block, block.ffn.finish(x, chosen, outputs), streams, mixes)
+    return write(block, block.ffn.finish(halfway.x, halfway.chosen, outputs), streams, halfway.mixes)
 
 
 def feed_in_two(choose: Callable[..., Halfway], finish: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -13,11 +13,12 @@ import torch
 from deepinfer import ConfigError, EngineConfig, LLMEngine, ParallelConfig, SamplingParams
 from deepinfer.backends import Backend
 from deepinfer.checkpoint.write import random_tensors, save_checkpoint
-from deepinfer.model.compiled import compilation_count, compile_model, is_compiled
+from deepinfer.model.block import choose, feed_in_two, finish
+from deepinfer.model.compiled import compilation_count, compile_function, compile_model, is_compiled
 from deepinfer.model.numerics import triton_ops
 from deepinfer.model.packed_weights import pack_model
 from deepinfer.parallel.expert_parallel import feed_forwards
-from deepinfer.presets import byte_tokenizer_json
+from deepinfer.presets import byte_tokenizer_json, random_model
 from tests.kernels import packable_config
 from tests.parallel.spawn import run_ranks
 from tests.parallel.test_group_engine import completions, core_of
@@ -104,3 +105,23 @@ def test_a_group_over_the_kernels_gives_the_bits_of_one_process(folder: Path, co
 def test_all_ranks_refuse_what_one_cannot_pack(folder: Path) -> None:
     for message in run_ranks(refuse, 2, folder):
         assert f"layers.{BROKEN_LAYER}.ffn.experts cannot be packed for the kernels, because of what rank {HOLDER} holds" in message
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_generated_code_of_the_two_parts_gives_the_bits_of_the_whole_half() -> None:
+    """One process compiles the half in one piece, a group in two: sums may not be cut in another way."""
+    from tests.kernel_stand_ins import register
+
+    register()
+    torch.compiler.reset()
+    model = random_model(packable_config(), device="cpu", ops=triton_ops(batch_invariant=True))
+    compile_model(model)
+    config, layer = model.config, model.layers[0]
+    whole, in_two = layer.stages.feed, feed_in_two(compile_function(choose), compile_function(finish))
+    for tokens in (64, 7, 300):
+        streams = torch.randn(tokens, config.hyper_connection.mult, config.dim).bfloat16()
+        pre_mix, is_padding = torch.rand(tokens, config.hyper_connection.mult), torch.arange(tokens) == 1
+        expected = whole(layer, streams, pre_mix, is_padding, False)
+        observed = in_two(layer, streams, pre_mix, is_padding, False)
+        assert all(torch.equal(*pair) for pair in zip(observed, expected, strict=True))
