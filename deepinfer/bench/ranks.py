@@ -22,12 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deepinfer.backends import Backend, choose_backend
+from deepinfer.backends import choose_backend
 from deepinfer.bench.model_holder import release_memory
 from deepinfer.bench.report import Report, check_writable
 from deepinfer.bench.timed_ranks import TimedRanks, mark_maker
 from deepinfer.checkpoint.load import default_device
-from deepinfer.config import ModelConfig
 from deepinfer.dims import Float, Tensor
 from deepinfer.engine_config import EngineConfig
 from deepinfer.model.cache import CacheSizes
@@ -42,7 +41,6 @@ from deepinfer.parallel.packing_agreement import agree_on_packing
 from deepinfer.parallel.placement import place_evenly
 from deepinfer.presets import flash_slice, random_model, tiny_config
 from deepinfer.runtime.device import open_device
-from deepinfer.runtime.worker import PREFILL_WARM_UP_ROWS
 
 WARM_UP = 2
 TIMEOUT_S = 300.0  # ranks compile at the same time, but not equally fast
@@ -82,11 +80,12 @@ def synchronize(device: torch.device) -> None:
 
 
 class RepeatedStep:
-    """A forward that can be run again and again: `rows` stay where they are, over a cache of their own."""
+    """A forward that can be run again and again: `rows` stay where they are, over a cache that has room for them."""
 
-    def __init__(self, model: Transformer, ranks: TimedRanks, rows: Rows, sizes: CacheSizes, num_logits: int) -> None:
+    def __init__(self, model: Transformer, ranks: TimedRanks, rows: Rows, num_logits: int) -> None:
         self.model, self.ranks, self.rows, self.num_logits = model, ranks, rows, num_logits
-        self.cache = model.new_cache(sizes)
+        num_blocks = int(rows.block_tables.max()) + 1
+        self.cache = model.new_cache(CacheSizes(num_slots=rows.slots.shape[0] + 1, num_blocks=num_blocks, block_size=BLOCK))
         self.final = torch.empty(0)
 
     @torch.inference_mode()
@@ -109,8 +108,8 @@ class RanksMeasurement:
         self.args, self.report, self.start_s = args, report, time.monotonic()
         self.device = local_device(None, default_device())
         on_cpu = self.device.type == "cpu"
-        self.config: ModelConfig = tiny_config() if on_cpu else flash_slice(args.layers)
-        self.backend: Backend = choose_backend(EngineConfig(batch_invariant=True, compile="auto" if on_cpu else True), self.device)
+        self.config = tiny_config() if on_cpu else flash_slice(args.layers)
+        self.backend = choose_backend(EngineConfig(batch_invariant=True, compile="auto" if on_cpu else True), self.device)
         self.ranks = TimedRanks.open(ParallelConfig(ep_size=args.ep_size, timeout_s=TIMEOUT_S), self.device)
         self.expected: dict[str, Tensor] = {}
 
@@ -125,8 +124,6 @@ class RanksMeasurement:
         for mode, open_model in (("alone", self.open_whole), ("group", self.open_share)):
             self.progress(f"{mode}: making the model")
             model = open_model()
-            if self.backend.compiles:
-                self.compile(mode, model)
             self.measure_kind(mode, "prefill", model, self.rows_of(1, self.args.prompt, 0))
             # As in the engine: decode steps are as large on every rank.
             decode = replace(self.rows_of(self.args.rows, 1, self.args.context), is_even=True)
@@ -165,23 +162,14 @@ class RanksMeasurement:
         ids = torch.randint(3, 256, (sequences, tokens), generator=generator)
         return pack_rows([(row, start) for row in ids], range(1, sequences + 1), tables, BLOCK, self.device)
 
-    def compile(self, mode: str, model: Transformer) -> None:
-        """Run what an engine runs first: how compiled code cuts its sums depends on it."""
-        self.progress(f"{mode}: compiling")
-        self.step_of(model, self.rows_of(1, PREFILL_WARM_UP_ROWS, 0), LEAST_ROWS).run()
-        synchronize(self.device)
-
-    def step_of(self, model: Transformer, rows: Rows, num_logits: int) -> RepeatedStep:
-        """A step over rows, with room for them and nothing else."""
-        num_blocks = int(rows.block_tables.max()) + 1
-        sizes = CacheSizes(num_slots=rows.slots.shape[0] + 1, num_blocks=num_blocks, block_size=BLOCK)
-        return RepeatedStep(model, self.ranks, rows, sizes, num_logits)
-
     def measure_kind(self, mode: str, kind: str, model: Transformer, rows: Rows) -> None:
         """Steps as they are launched, and of decode also captured, without marks and with marks inside the graph."""
         is_decode, in_group = kind == "decode", mode == "group"
-        step = self.step_of(model, rows, rows.positions.shape[0] if is_decode else LEAST_ROWS)
-        self.progress(f"{mode}: {kind}")
+        step = RepeatedStep(model, self.ranks, rows, rows.positions.shape[0] if is_decode else LEAST_ROWS)
+        self.progress(f"{mode}: {kind}, compiling" if self.backend.compiles else f"{mode}: {kind}")
+        step.run()
+        synchronize(self.device)
+        self.progress(f"{mode}: {kind}, measuring")
         with self.ranks.marking(mark_maker(self.device)):
             step_s, exchange_ms = self.time(step.run)
         self.add(mode, kind, step, step_s, exchange_ms if in_group else None, captured=False)
