@@ -134,6 +134,8 @@ class RanksMeasurement:
             release_memory()
         self.progress("done")
         self.ranks.close()
+        # The process that keeps the signs of life may not go before the last ones have been given.
+        self.ranks.gather_waiting("the end", ())
 
     def open_whole(self) -> Transformer:
         """All experts."""

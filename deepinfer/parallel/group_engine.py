@@ -28,7 +28,7 @@ from deepinfer.parallel.packing_agreement import agree_on_packing
 from deepinfer.parallel.placement import place_evenly
 from deepinfer.parallel.ranks import Ranks
 from deepinfer.parallel.voting import Motion
-from deepinfer.runtime.device import Device
+from deepinfer.runtime.device import Device, use_device
 from deepinfer.runtime.engine_core import EngineCore, T
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.tokenizer import Tokenizer
@@ -169,7 +169,7 @@ def local_device(name: str | None, default: torch.device) -> torch.device:
     if name is not None or default.type == "cpu":
         return default
     device = torch.device(default.type, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.accelerator.set_device_index(device)
+    use_device(device)
     return device
 
 

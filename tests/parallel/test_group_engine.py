@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepinfer import (
     AgreementError,
@@ -25,6 +27,7 @@ from deepinfer import (
 )
 from deepinfer.errors import DeepInferError
 from deepinfer.parallel.group_engine import GroupEngineCore
+from deepinfer.runtime.device import use_device
 from tests.parallel.spawn import run_ranks
 
 MODEL = Path(__file__).parent.parent / "data" / "golden" / "bf16_full"
@@ -205,3 +208,20 @@ def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
 
 def test_streaming_on_several_ranks_is_refused(found: list[dict[str, Any]]) -> None:
     assert all(isinstance(rank["stream"], Rejected) for rank in found)
+
+
+def test_an_engine_launches_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the first accelerator, whose rank is not the only one."""
+    seen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr("deepinfer.engine_thread.use_device", lambda device: seen.append((threading.current_thread().name, device)))
+    with open_engine(1) as engine:
+        engine.flush()
+    assert seen == [("deepinfer-engine", torch.device("cpu"))]
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_only_a_numbered_accelerator_is_chosen(device: str, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: seen.append(str(device)))
+    use_device(torch.device(device))
+    assert seen == chosen
