@@ -54,7 +54,8 @@ def serve(rank: int, size: int, folder: Path, compiles: bool) -> dict[str, Any]:
         for where in ("engine", "parallel.group_engine"):
             patch.setattr(f"deepinfer.{where}.choose_backend", on_the_cpu)
             patch.setattr(f"deepinfer.{where}.compile_model", partial(compile_model, backend="eager"))
-        with open_engine(folder, size, compile=compiles) as engine:
+        # Drafts go through blocks that no rank shares.
+        with open_engine(folder, size, compile=compiles, num_speculative_tokens=2 * compiles) as engine:
             found["packed"] = all(ffn.experts.w2.packed is not None for ffn in feed_forwards(engine.model))
             found["compiled"] = is_compiled(engine.model)
             for _ in range(2):
