@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from deepinfer.errors import DeepInferError, EngineClosed
 from deepinfer.outputs import CompletionOutput, FinishReason, RequestOutput
+from deepinfer.runtime.device import use_device
 from deepinfer.runtime.engine_core import EngineCore
 from deepinfer.runtime.request import Request
 
@@ -57,6 +58,7 @@ class EngineThread:
 
 def serve(loop: asyncio.AbstractEventLoop, core: EngineCore) -> None:
     asyncio.set_event_loop(loop)
+    use_device(core.worker.device.torch_device)
     try:
         loop.run_until_complete(core.run())
     finally:

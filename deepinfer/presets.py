@@ -27,6 +27,7 @@ from deepinfer.config import (
 )
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import Numerics, Ops, precision_named, reference_ops
+from deepinfer.model.packed_weights import Agree, alone
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.ngram_hash import hash_primes
 from deepinfer.token_map import build_token_map
@@ -228,8 +229,12 @@ def random_model(
     *,
     ops: Ops | None = None,
     expert_ids: tuple[int, ...] | None = None,
+    agree: Agree = alone,
 ) -> Transformer:
-    """A model with the weights of `random_tensors`, made on the device; its token map is the byte tokenizer's."""
+    """A model with the weights of `random_tensors`, made on the device; its token map is the byte tokenizer's.
+
+    `agree`: see `pack_model`.
+    """
     check_engram_tables(config)
     target = torch.device(device) if device is not None else default_device()
     model = meta_model(config, Numerics(precision=precision_named(precision), ops=ops or reference_ops()), expert_ids)
@@ -254,4 +259,4 @@ def random_model(
     if config.engram.layer_ids:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(byte_tokenizer_json(config.vocab_size)))
         token_map = build_token_map(tokenizer, config)
-    return finish_model(model, token_map, target)
+    return finish_model(model, token_map, target, agree)

@@ -41,7 +41,7 @@ LAYER_OF = {
     "inspect_checkpoint": "checkpoint",
     "runtime": "runtime",
     "parallel": "runtime",
-    "backends": "engine",
+    "backends": "runtime",
     "engine": "engine",
     "request_builder": "engine",
     "engine_thread": "engine",

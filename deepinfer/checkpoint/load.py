@@ -24,7 +24,7 @@ from deepinfer.errors import CapacityError, ConfigError, TensorMismatch
 from deepinfer.model.engram import EngramTable
 from deepinfer.model.linear import StoredMatrix
 from deepinfer.model.numerics import Numerics, Ops, precision_named, reference_ops
-from deepinfer.model.packed_weights import pack_model
+from deepinfer.model.packed_weights import Agree, alone, pack_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.ops.ngram_hash import hash_primes
 from deepinfer.token_map import build_token_map
@@ -46,6 +46,7 @@ def load_model(
     engram: str = "device",
     published_index_keys: bool = False,
     use_tqdm: bool = False,
+    agree: Agree = alone,
 ) -> Transformer:
     """Load a checkpoint folder in the published format, or a preset that ships with the package.
 
@@ -54,6 +55,7 @@ def load_model(
         layers: keep only the first `layers` backbone blocks (and no draft blocks), for looking at a part of a large model.
         expert_ids: routed backbone experts to hold; only their bytes are read.
         engram: where the Engram tables live: with the model, in host memory, or mapped from the file.
+        agree: see `pack_model`.
 
     Raises:
         ConfigError, CheckpointError, TokenizerError: see the message; nothing large has been allocated by then.
@@ -79,7 +81,7 @@ def load_model(
     total = sum(stored[spec.name].nbytes for spec in specs)
     with refuse_what_does_not_fit(f"{folder}: its {total / 2**30:.1f} GiB of tensors", target):
         fill_parameters(model, specs, stored, target, engram, use_tqdm)
-    return finish_model(model, token_map, target)
+    return finish_model(model, token_map, target, agree)
 
 
 def check_folder(
@@ -112,7 +114,9 @@ def check_engram_tables(config: ModelConfig) -> None:
         )
 
 
-def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device: torch.device) -> Transformer:
+def finish_model(
+    model: Transformer, token_map: Int[Tensor, " V"] | None, device: torch.device, agree: Agree = alone
+) -> Transformer:
     """What is left when the parameters are there: the buffers, the token map, packed or decoded weights. Mutates `model`."""
     move_buffers(model, device)
     if token_map is not None:
@@ -121,7 +125,7 @@ def finish_model(model: Transformer, token_map: Int[Tensor, " V"] | None, device
         if isinstance(module, StoredMatrix | EngramTable):
             module.keep_scale_bytes()
     if model.numerics.ops.packs_weights:
-        pack_model(model)
+        pack_model(model, agree=agree)
         if device.type == "cuda":
             # What packing worked in is of no size that anything else has.
             torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from deepinfer.dims import Bool, Float, Tensor
 from deepinfer.model.attention import Attention
 from deepinfer.model.hyper_connection import HyperConnection, Mixes, collapse, spread
 from deepinfer.model.indexer import Shared
-from deepinfer.model.moe import MoE
+from deepinfer.model.moe import Chosen, MoE
 from deepinfer.model.norm import RMSNorm
 from deepinfer.model.numerics import Numerics
 
@@ -23,6 +23,14 @@ class Halves(NamedTuple):
 
     attend: Callable[..., Any]
     feed: Callable[..., Any]
+
+
+class Halfway(NamedTuple):
+    """What the second half knows before its routed experts have run."""
+
+    x: Float[Tensor, "T D"]
+    chosen: Chosen
+    mixes: Mixes
 
 
 def attend(
@@ -45,6 +53,40 @@ def feed(
     mixes = block.hc_ffn(streams)
     y = block.ffn(read(block, streams, pre_mix, block.ffn_norm), is_padding, is_even)
     return write(block, y, streams, mixes), mixes.pre
+
+
+def choose(
+    block: "Block", streams: Float[Tensor, "T M D"], pre_mix: Float[Tensor, "T M"], is_padding: Bool[Tensor, " T"] | None
+) -> Halfway:
+    """`feed` up to the exchange of (token, expert) pairs."""
+    mixes = block.hc_ffn(streams)
+    x = read(block, streams, pre_mix, block.ffn_norm)
+    return Halfway(x, block.ffn.choose(x, is_padding), mixes)
+
+
+def finish(
+    block: "Block", streams: Float[Tensor, "T M D"], halfway: Halfway, outputs: Float[Tensor, "T K D"]
+) -> Float[Tensor, "T M D"]:
+    """`feed` behind the exchange."""
+    return write(block, block.ffn.finish(halfway.x, halfway.chosen, outputs), streams, halfway.mixes)
+
+
+def feed_in_two(choose: Callable[..., Halfway], finish: Callable[..., Tensor]) -> Callable[..., Any]:
+    """`feed` of these two parts, compiled ones: between them stands an exchange that no compiler could look into."""
+
+    def feed(
+        block: "Block",
+        streams: Float[Tensor, "T M D"],
+        pre_mix: Float[Tensor, "T M"],
+        is_padding: Bool[Tensor, " T"] | None,
+        is_even: bool,
+    ) -> tuple[Float[Tensor, "T M D"], Float[Tensor, "T M"]]:
+        halfway = choose(block, streams, pre_mix, is_padding)
+        x, (weights, ids, _), mixes = halfway
+        outputs = block.ffn.exchange(block.ffn.experts, x, weights, ids, is_even=is_even)
+        return finish(block, streams, halfway, outputs), mixes.pre
+
+    return feed
 
 
 def read(block: "Block", streams: Float[Tensor, "T M D"], pre: Float[Tensor, "T M"], norm: RMSNorm) -> Float[Tensor, "T D"]:

@@ -1,8 +1,9 @@
 """The compiled reading: the same modules, each through `torch.compile` by itself.
 
 Halves of layers are compiled one by one and not as a whole model: those of one kind share their code, so compile time does not
-grow with depth. Shapes are dynamic: one compilation serves every batch and chunk of two rows and more, and so every row gets the
-same arithmetic whatever its company.
+grow with depth. Where experts are in several processes, the exchange of pairs stays as it is written: the second half is compiled
+in two, and the experts by themselves. Shapes are dynamic: one compilation serves every batch and chunk of two rows and more, and so
+every row gets the same arithmetic whatever its company.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from deepinfer.model.block import Block, choose, feed_in_two, finish
 from deepinfer.model.linear import StoredMatrix
+from deepinfer.model.moe import here
 from deepinfer.model.roundings import KeepRoundings
 from deepinfer.model.transformer import Transformer
 
@@ -59,6 +62,9 @@ def compile_model(model: Transformer, backend: str = "inductor") -> None:
         module.compile(**settings_of(backend))
     for module in staged(model):
         module.stages = type(module.stages)(*(compile_function(fn, backend) for fn in type(module).stages))
+    for block in exchanging(model):
+        in_two = feed_in_two(compile_function(choose, backend), compile_function(finish, backend))
+        block.stages = block.stages._replace(feed=in_two)
 
 
 @contextmanager
@@ -94,12 +100,19 @@ def set_up_compiler() -> None:
 def parts(model: Transformer) -> list[nn.Module]:
     """The modules that are compiled as they are."""
     engrams: list[Any] = [layer.engram for layer in model.layers if layer.engram is not None]
-    return [model.rope, model.token_window, *engrams, model.norm, model.head]
+    experts = [block.ffn.experts for block in exchanging(model)]
+    return [model.rope, model.token_window, *engrams, *experts, model.norm, model.head]
 
 
 def staged(model: Transformer) -> list[Any]:
     """The modules whose `stages` are compiled: each half of a block, and what runs between the blocks."""
     return [model, *model.layers, *model.mtp.blocks]
+
+
+def exchanging(model: Transformer) -> list[Block]:
+    """The blocks whose experts are in several processes, which is settled before a model is compiled."""
+    blocks: list[Any] = list(model.layers)
+    return [block for block in blocks if block.ffn.exchange is not here]
 
 
 def is_compiled(model: Transformer) -> bool:

@@ -4,7 +4,7 @@ Source: specification section 9. w1 is the gate, w3 the up and w2 the down proje
 """
 
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,14 @@ from deepinfer.model.numerics import Numerics
 from deepinfer.model.plain_forms import STATIC_ROWS
 from deepinfer.model.router import Router
 from deepinfer.ops.elementwise import swiglu
+
+
+class Chosen(NamedTuple):
+    """What a layer knows before its routed experts have run."""
+
+    weights: Float[Tensor, "T K"]
+    ids: Int[Tensor, "T K"]
+    shared: Float[Tensor, "T D"]  # of the shared expert, for `Ops.combine` alone
 
 
 class MoE(nn.Module):
@@ -32,17 +40,26 @@ class MoE(nn.Module):
     def forward(
         self, x: Float[Tensor, "T D"], is_padding: Bool[Tensor, " T"] | None = None, is_even: bool = False
     ) -> Float[Tensor, "T D"]:
-        """Rows marked as padding visit no expert where pairs can be skipped, so that none is read, sent or counted for them.
+        """`is_padding`: see `choose`; `is_even`: see `Rows`."""
+        chosen = self.choose(x, is_padding)
+        outputs = self.exchange(self.experts, x, chosen.weights, chosen.ids, is_even=is_even)
+        return self.finish(x, chosen, outputs)
 
-        `is_even`: see `Rows`.
+    def choose(self, x: Float[Tensor, "T D"], is_padding: Bool[Tensor, " T"] | None) -> Chosen:
+        """Everything before the exchange.
+
+        Rows marked as padding visit no expert where pairs can be skipped, so that none is read, sent or counted for them.
         """
         # First, because fast forms compute it beside the routed experts.
         shared = self.shared_experts(x)
         weights, ids = self.gate(x)
         if is_padding is not None and self.experts.can_skip_pairs:
             ids = ids.masked_fill(is_padding[:, None], self.experts.nobody)
-        outputs = self.exchange(self.experts, x, weights, ids, is_even=is_even)
-        return self.numerics.ops.combine(outputs, ids, shared, x)
+        return Chosen(weights, ids, shared)
+
+    def finish(self, x: Float[Tensor, "T D"], chosen: Chosen, outputs: Float[Tensor, "T K D"]) -> Float[Tensor, "T D"]:
+        """Everything behind the exchange."""
+        return self.numerics.ops.combine(outputs, chosen.ids, chosen.shared, x)
 
     def forward_without_rows(self, like: Float[Tensor, "0 D"]) -> None:
         """Take part in the exchange of a step in which this process has no rows."""

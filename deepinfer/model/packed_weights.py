@@ -5,7 +5,7 @@ as it is, and the log says why.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -40,6 +40,10 @@ from deepinfer.ops.triton_kernels.packing import (
 )
 
 EXPERTS_AT_ONCE = 16  # packing needs a few times their bytes beside them
+
+# Why each stack of experts, by its name, cannot be packed, or None. `Agree` makes what holds everywhere of what holds here.
+Obstacles = dict[str, str | None]
+Agree = Callable[[Obstacles], Obstacles]
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +126,12 @@ class PackedFP4(nn.Module):
         return weight[..., :n, : k // 2], scale[..., :n, : -(-k // BLOCK)]
 
 
-def pack_model(model: Transformer, layout: str | None = None) -> int:
+def alone(obstacles: Obstacles) -> Obstacles:
+    """One process has nobody to agree with."""
+    return obstacles
+
+
+def pack_model(model: Transformer, layout: str | None = None, agree: Agree = alone) -> int:
     """Bring every matrix into the layout that the device's kernels read. Mutates `model`; returns how many parts were refused.
 
     Only `native` has kernels; in other precisions nothing changes and nothing counts.
@@ -130,23 +139,30 @@ def pack_model(model: Transformer, layout: str | None = None) -> int:
     Args:
         layout: of `packing.LAYOUTS`; by default the one for the model's device. In the checkpoint's layout only wo_a is packed,
             whose activations are not quantised.
+        agree: called once; of processes that hold different experts all or none may pack a layer's.
+
+    Raises: ConfigError for experts that cannot be packed in batch-invariant arithmetic, with nothing packed yet.
     """
     if not model.numerics.precision.quantize_activations:
         return 0
     if layout is None:
         device = model.device
         layout = layout_for(torch.cuda.get_device_capability(device)) if device.type == "cuda" else OPERAND_ORDER
+    in_place = layout == CHECKPOINT_ORDER
+    obstacle = marking_obstacle if in_place else packing_obstacle
+    obstacles = agree({name: obstacle(stack) for name, stack in model.named_modules() if isinstance(stack, Experts)})
+    for name, reason in obstacles.items():
+        if reason is not None and model.numerics.ops.batch_invariant:
+            raise ConfigError(f"batch_invariant = True: {name} cannot be packed for the kernels, because {reason}")
     refused = 0
-    for name, reason in _arrange(model, in_place=layout == CHECKPOINT_ORDER):
+    for name, reason in _arrange(model, in_place, obstacles):
         if reason is not None:
             refused += 1
             logger.info("%s stays in its checkpoint layout: %s", name, reason)
-            if model.numerics.ops.batch_invariant and isinstance(model.get_submodule(name), Experts):
-                raise ConfigError(f"batch_invariant = True: {name} cannot be packed for the kernels, because {reason}")
     return refused
 
 
-def _arrange(model: Transformer, in_place: bool) -> Iterator[tuple[str, str | None]]:
+def _arrange(model: Transformer, in_place: bool, obstacles: Obstacles) -> Iterator[tuple[str, str | None]]:
     """Pack, or with `in_place` mark, each part of the model; its name, and why that could not be done, or None."""
     linears = mark_linears if in_place else pack_linears
     done: set[StoredMatrix] = set()
@@ -160,7 +176,9 @@ def _arrange(model: Transformer, in_place: bool) -> Iterator[tuple[str, str | No
             yield name, linears([module.w1, module.w3])
             done |= {module.w1, module.w3}
         elif isinstance(module, Experts):
-            yield name, mark_experts(module) if in_place else pack_experts(module)
+            if obstacles[name] is None:
+                (mark_experts if in_place else pack_experts)(module)
+            yield name, obstacles[name]
         elif isinstance(module, Linear) and module not in done:
             yield name, linears([module])
 
@@ -176,18 +194,27 @@ def mark_linears(matrices: Sequence[StoredMatrix]) -> str | None:
     return None
 
 
-def mark_experts(stack: Experts) -> str | None:
-    """The same for a stack of FP4 experts, whose rows must fill the kernel's tiles."""
-    if stack.w1.fmt != "fp4" or not stack.expert_ids:
+def marking_obstacle(stack: Experts) -> str | None:
+    """Why FP4 experts do not fill the block-scaled kernel's tiles, or None."""
+    if not _is_packable(stack):
         return None
     d, f = stack.w1.in_features, stack.w1.out_features
     if d % FP4_ROWS or f % FP4_ROWS:
         return f"its sizes {d} and {f} are not multiples of {FP4_ROWS}"
     if stack.swiglu_limit <= 0:
         return "its kernels clamp, and swiglu_limit says not to"
-    for matrix in (stack.w1, stack.w2, stack.w3):
-        matrix.block_scaled = True
     return None
+
+
+def mark_experts(stack: Experts) -> None:
+    """Give a stack of FP4 experts without a `marking_obstacle` to the block-scaled kernel; bf16 experts are left alone."""
+    if _is_packable(stack):
+        for matrix in (stack.w1, stack.w2, stack.w3):
+            matrix.block_scaled = True
+
+
+def _is_packable(stack: Experts) -> bool:
+    return stack.w1.fmt == "fp4" and bool(stack.expert_ids)
 
 
 def pack_linears(matrices: Sequence[StoredMatrix], groups: int = 0) -> str | None:
@@ -219,29 +246,36 @@ def pack_linears(matrices: Sequence[StoredMatrix], groups: int = 0) -> str | Non
     return None
 
 
-def pack_experts(stack: Experts) -> str | None:
-    """Pack a stack of FP4 experts, gate and up interleaved; bf16 experts are left alone.
-
-    Returns: why they cannot be packed, or None. Mutates the stack unless there is a reason.
-    """
-    matrices = (stack.w1, stack.w3, stack.w2)
-    if stack.w1.fmt != "fp4" or not stack.expert_ids:
+def packing_obstacle(stack: Experts) -> str | None:
+    """Why a stack of FP4 experts cannot be packed exactly, or None. It depends on the values of the experts that are held here."""
+    if not _is_packable(stack):
         return None
     bound = hidden_bound(stack.swiglu_limit, stack.largest_weight)
     if bound > LARGEST_HIDDEN:
         return f"values between the products may reach {bound:g}, more than {LARGEST_HIDDEN:g}"
-    count = len(stack.expert_ids)
-    parts = [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, count, EXPERTS_AT_ONCE)]
-    for matrix in matrices:
-        for part in parts:
+    for matrix in (stack.w1, stack.w3, stack.w2):
+        for part in _parts_of(stack):
             if reason := fp4_obstacle(*_padded(matrix, part)):
                 return reason
+    return None
+
+
+def pack_experts(stack: Experts) -> None:
+    """Pack a stack of FP4 experts without a `packing_obstacle`, gate and up interleaved; bf16 experts are left alone.
+
+    Mutates the stack.
+    """
+    if not _is_packable(stack):
+        return
     inner, outer = (stack.w1.out_features, stack.w1.in_features), (stack.w2.out_features, stack.w2.in_features)
-    up = _pack_parts((stack.w1, stack.w3), parts)
+    up = _pack_parts((stack.w1, stack.w3), _parts_of(stack))
     stack.w1.hold(PackedFP4(up, inner, 0))
     stack.w3.hold(PackedFP4(up, inner, 1))
-    stack.w2.hold(PackedFP4(_pack_parts((stack.w2,), parts), outer))
-    return None
+    stack.w2.hold(PackedFP4(_pack_parts((stack.w2,), _parts_of(stack)), outer))
+
+
+def _parts_of(stack: Experts) -> list[slice]:
+    return [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, len(stack.expert_ids), EXPERTS_AT_ONCE)]
 
 
 def _padded(matrix: StoredMatrix, part: slice) -> tuple[Shaped[Tensor, "s N half"], UInt8[Tensor, "s N Kb"]]:

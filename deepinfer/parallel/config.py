@@ -39,7 +39,7 @@ class ParallelConfig:
         eplb_window: steps whose expert loads a placement is computed from.
         eplb_period: steps between two placements; 0 never moves an expert.
         num_redundant_experts: expert slots beyond one for each expert; they hold replicas of loaded experts.
-        timeout_s: how long a rank waits for its peers before it gives them up.
+        timeout_s: how long a rank waits for its peers before it gives them up. They compile at the same time, but not equally fast.
     """
 
     ep_size: int = 1

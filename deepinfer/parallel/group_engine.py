@@ -7,25 +7,28 @@ the requests, and the steps of a round are agreed on until nobody has work. Betw
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from deepinfer.backends import choose_backend
 from deepinfer.checkpoint.load import load_model
 from deepinfer.config_json import load_config
 from deepinfer.engine_config import EngineConfig
 from deepinfer.errors import AgreementError, ConfigError, DeepInferError, StepError
-from deepinfer.model.numerics import reference_ops
+from deepinfer.model.compiled import compile_model
 from deepinfer.model.transformer import Transformer
 from deepinfer.parallel.agreement import StepAgreement
 from deepinfer.parallel.config import Role
 from deepinfer.parallel.context_engine import ContextEngineCore
 from deepinfer.parallel.expert_balance import ExpertBalance
 from deepinfer.parallel.group_loop import GroupLoop
+from deepinfer.parallel.packing_agreement import agree_on_packing
 from deepinfer.parallel.placement import place_evenly
 from deepinfer.parallel.ranks import Ranks
 from deepinfer.parallel.voting import Motion
-from deepinfer.runtime.device import Device
+from deepinfer.runtime.device import Device, use_device
 from deepinfer.runtime.engine_core import EngineCore, T
 from deepinfer.runtime.loop import StepLoop
 from deepinfer.tokenizer import Tokenizer
@@ -149,8 +152,11 @@ def check_supported(config: EngineConfig) -> None:
     is_alone = parallel.ep_size == 1 and parallel.role == Role.NORMAL
     if not is_alone and (config.enable_prefix_caching or config.replay != "full"):
         raise ConfigError("enable_prefix_caching and replay need a single process of role normal: a prefill must be withdrawable")
-    if parallel.num_ranks > 1 and (config.compile is True or config.kernels not in ("auto", "plain")):
-        raise ConfigError(f"kernels = {config.kernels!r}, compile = {config.compile}: several ranks run the plain operations")
+    if parallel.cp_size > 1 and (config.compile is True or config.kernels not in ("auto", "plain")):
+        raise ConfigError(
+            f"ParallelConfig.cp_size = {parallel.cp_size}, kernels = {config.kernels!r}, compile = {config.compile}: ranks that "
+            "spread a prompt exchange rows inside attention, which is not compiled"
+        )
     if parallel.cp_size > 1 and (parallel.ep_size > 1 or parallel.role != Role.PREFILL):
         raise ConfigError(
             f"ParallelConfig.cp_size = {parallel.cp_size}: prompts are spread by engines of role prefill whose experts are all on "
@@ -163,7 +169,7 @@ def local_device(name: str | None, default: torch.device) -> torch.device:
     if name is not None or default.type == "cpu":
         return default
     device = torch.device(default.type, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.accelerator.set_device_index(device)
+    use_device(device)
     return device
 
 
@@ -174,12 +180,25 @@ def load_share(folder: Path, config: EngineConfig, device: torch.device) -> tupl
     """
     parallel = config.parallel
     check_supported(config)
-    if config.batch_invariant and device.type != "cpu":
-        raise ConfigError(f"EngineConfig.batch_invariant = True: on several ranks proven on the CPU only, the device is {device}")
+    backend = choose_backend(config, device)
     model_config = load_config(folder)
     num_slots = parallel.slots_per_rank(model_config.moe.n_routed_experts) * parallel.ep_size
     placement = place_evenly(model_config.n_layers, model_config.moe.n_routed_experts, num_slots, parallel.ep_size)
     ranks = Ranks.open(parallel, device)
-    ops = reference_ops(batch_invariant=config.batch_invariant, static_shapes=device.type != "cpu")
-    model = load_model(folder, config.precision, device, ops=ops, expert_ids=placement.experts_of(0, ranks.rank))
-    return model, ExpertBalance(model, ranks, parallel, placement)
+    try:
+        model = load_model(
+            folder,
+            config.precision,
+            device,
+            ops=backend.ops,
+            expert_ids=placement.experts_of(0, ranks.rank),
+            agree=partial(agree_on_packing, ranks),
+        )
+        balance = ExpertBalance(model, ranks, parallel, placement)
+    except BaseException:
+        ranks.close()
+        raise
+    # Where experts are decides what can be compiled in one piece.
+    if backend.compiles:
+        compile_model(model)
+    return model, balance

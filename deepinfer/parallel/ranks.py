@@ -90,6 +90,16 @@ class Ranks:
         await self._finish(dist.all_gather(list(rows.unbind(0)), own, self.cpu_group, async_op=True), what)
         return [tuple(of_rank) for of_rank in rows.tolist()]
 
+    def gather_waiting(self, what: str, row: Sequence[int]) -> list[tuple[int, ...]]:
+        """`gather` for a program without an event loop, such as one that loads a model."""
+        own = torch.tensor(row, dtype=torch.int64, device="cpu")
+        rows = own.new_empty(self.size, len(row))
+        try:
+            dist.all_gather(list(rows.unbind(0)), own, self.cpu_group)
+        except RuntimeError as error:
+            raise self.lost(f"{what!r} failed: {first_line(error)}") from error
+        return [tuple(of_rank) for of_rank in rows.tolist()]
+
     async def sum(self, what: str, values: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """The sum over all ranks, of host tensors. Raises PeerLost."""
         total = values.clone()

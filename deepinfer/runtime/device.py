@@ -161,6 +161,12 @@ class AcceleratorDevice:
         return graph.replay
 
 
+def use_device(torch_device: torch.device) -> None:
+    """Let this thread launch on a device: each thread begins with the first one, where kernels of our own would then run."""
+    if torch_device.index is not None and torch_device.type != "cpu":
+        torch.accelerator.set_device_index(torch_device)
+
+
 def open_device(torch_device: torch.device) -> Device:
     """The back end for a torch device."""
     return InlineDevice(torch_device) if torch_device.type == "cpu" else AcceleratorDevice(torch_device)

@@ -14,12 +14,12 @@ from deepinfer.runtime.step_state import PaddedShape, table_width
 LEAST_TABLE_WIDTH = 8  # blocks; short sequences share a shape
 
 
-def decode_shape(groups: int, drafts_each: int, table_width: int) -> PaddedShape:
+def decode_shape(groups: int, drafts_each: int, table_width: int, *, is_even: bool = False) -> PaddedShape:
     """The shape of a decode step: table widths grow in powers of four, so that long sequences need few shapes."""
     width = LEAST_TABLE_WIDTH
     while width < table_width:
         width *= 4
-    return PaddedShape(groups, max(groups * (1 + drafts_each), LEAST_ROWS), width)
+    return PaddedShape(groups, max(groups * (1 + drafts_each), LEAST_ROWS), width, is_even)
 
 
 class StepShapes:
@@ -40,13 +40,13 @@ class StepShapes:
     def of(self, plan: SchedulerOutputs) -> PaddedShape | None:
         """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1; None: its own."""
         count, width = len(plan.sequences), table_width(plan, self.block_size)
-        if plan.group_shape is not None:
-            groups = self.bucket(plan.group_shape.num_groups)
-            return None if groups is None else decode_shape(groups, self.num_drafts, plan.group_shape.num_blocks)
-        groups = self.bucket(count)
-        if plan.kind is StepKind.DECODE and groups is not None:
+        agreed = plan.group_shape
+        groups = self.bucket(count if agreed is None else agreed.num_groups)
+        if groups is not None and agreed is not None:
+            return decode_shape(groups, self.num_drafts, agreed.num_blocks, is_even=True)
+        if groups is not None and plan.kind is StepKind.DECODE:
             return decode_shape(groups, -(-plan.draft_rows // count), width)
-        if not self.pads_every_step:
+        if not self.pads_every_step or not count:
             return None
         # Behind the last KV source as well.
         skipped = sum(num_skipped(seq) for seq in plan.sequences)

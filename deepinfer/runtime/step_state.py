@@ -25,11 +25,15 @@ FORWARD_INPUTS = ("token_ids", "token_starts", "starts", "q_lens", "max_drafts",
 
 
 class PaddedShape(NamedTuple):
-    """The fixed shape of a step that a graph can replay: row groups, rows, and blocks of the longest sequence."""
+    """The fixed shape of a step that a graph can replay: row groups, rows, and blocks of the longest sequence.
+
+    `is_even`: every rank of a group runs it.
+    """
 
     groups: int
     rows: int
     table_width: int
+    is_even: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,7 +134,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
     per_group = torch.tensor(padded_columns, dtype=torch.int64).unbind(0)
     sampling = [group for group, seq in enumerate(sequences) if seq.is_sampling]
     num_rows = plan.num_rows if padded is None else padded.rows
-    is_even = padded is not None and plan.group_shape is not None
+    is_even = padded is not None and padded.is_even
     return SequenceMetadata(
         token_ids=torch.tensor(tokens or [0], dtype=torch.int64),
         draft_budget=torch.tensor([plan.draft_rows], dtype=torch.int64),

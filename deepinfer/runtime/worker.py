@@ -6,7 +6,6 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 
@@ -18,7 +17,7 @@ from deepinfer.runtime.device import COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
-from deepinfer.runtime.plan import CacheCopy, GroupShape, SchedulerOutputs, StepKind, StepResult
+from deepinfer.runtime.plan import CacheCopy, SchedulerOutputs, StepKind, StepResult
 from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import stage_sampling, to_result
 from deepinfer.runtime.staging import host_copy
@@ -176,8 +175,6 @@ class Worker:
         Collective `in_group`, whose ranks all run steps of the same shapes.
         """
         idle, block_size = SchedulerOutputs(step_seq=-1, kind=StepKind.IDLE, sequences=()), self.sizes.block_size
-        if in_group:
-            idle = replace(idle, group_shape=GroupShape(1, 1))
         with progress("prefill"):
             for width in self.shapes.table_widths(self.model.config, self.sizes.num_blocks):
                 shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, width)
@@ -185,7 +182,7 @@ class Worker:
         for groups in self.shapes.buckets:
             for each in (self.num_drafts,) if in_group else sorted({0, self.num_drafts}):
                 with progress(f"decode, {groups} sequences, {each} drafts"):
-                    decode = self._static_decode(stage_metadata(idle, block_size, decode_shape(groups, each, 1)))
+                    decode = self._static_decode(stage_metadata(idle, block_size, decode_shape(groups, each, 1, is_even=in_group)))
                     # A capture computes nothing, and the sampler's own begins with real runs over these rows.
                     decode.replay()
                     self.sampler.warm_up(decode)

@@ -55,6 +55,11 @@ class ThreadRanks:
         each = [len(rows) // self.size] * self.size
         return self.exchange(rows, each, each)
 
+    def gather_waiting(self, what: str, row: list[int]) -> list[tuple[int, ...]]:
+        """See `Ranks.gather_waiting`."""
+        rows = self.exchange_evenly(torch.tensor(row).repeat(self.size))
+        return [tuple(of_rank) for of_rank in rows.unflatten(0, (self.size, -1)).tolist()]
+
 
 def run_threads(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`fn(ranks, *args)` for each of `size` ranks; results in rank order."""

@@ -18,7 +18,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(fn: Callable[..., Any], size: int, *args: Any, may_die: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], size: int, *args: Any, may_die: tuple[int, ...] = (), join_s: float = JOIN_S) -> list[Any]:
     """`fn(rank, size, *args)` in `size` processes; results in rank order, None from a rank that `may_die`. `fn` is importable."""
     context = multiprocessing.get_context("spawn")
     pipes, processes, port = [], [], free_port()
@@ -32,7 +32,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, may_die: tuple[int,
     results, failures = [], []
     for rank, pipe in enumerate(pipes):
         try:
-            assert pipe.poll(JOIN_S), f"rank {rank} does not end"
+            assert pipe.poll(join_s), f"rank {rank} does not end"
             ok, value = pipe.recv()
             if not ok:
                 failures.append(f"rank {rank}:\n{value}")

@@ -27,7 +27,7 @@ def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> CapturingDevice:
         return reference_ops(batch_invariant=batch_invariant, static_shapes=True)
 
     patch.setattr("deepinfer.engine.open_device", lambda torch_device: device)
-    patch.setattr("deepinfer.parallel.group_engine.reference_ops", static_ops)
+    patch.setattr("deepinfer.backends.reference_ops", static_ops)
     return device
 
 

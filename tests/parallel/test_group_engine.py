@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepinfer import (
     AgreementError,
@@ -25,6 +27,7 @@ from deepinfer import (
 )
 from deepinfer.errors import DeepInferError
 from deepinfer.parallel.group_engine import GroupEngineCore
+from deepinfer.runtime.device import use_device
 from tests.parallel.spawn import run_ranks
 
 MODEL = Path(__file__).parent.parent / "data" / "golden" / "bf16_full"
@@ -179,6 +182,8 @@ def test_a_group_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"num_redundant_experts": 0}, "5 experts and 0 redundant ones make 5 slots"),
         ({"cp_size": 2}, "cp_size = 2: prompts are spread by engines of role prefill"),
+        ({"kernels": "triton"}, "they are for CUDA devices, the device is cpu"),
+        ({"kernels": "inductor"}, "on a CPU it is proven for the plain operations"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], message: str) -> None:
@@ -188,13 +193,14 @@ def test_what_does_not_fit_is_refused_before_joining(settings: dict[str, Any], m
 
 def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
     model = load_model(MODEL, "float32", "cpu")
-    two = ParallelConfig(ep_size=2)
+    two, spread = ParallelConfig(ep_size=2), ParallelConfig(cp_size=2, role="prefill")
     for config, message in (
         (EngineConfig(parallel=two), "from_pretrained"),
         (EngineConfig(parallel=ParallelConfig(cp_size=2)), "engines of role prefill"),
         (EngineConfig(parallel=two, enable_prefix_caching=True), "enable_prefix_caching and replay"),
         (EngineConfig(parallel=ParallelConfig(role="decode"), replay="exact"), "enable_prefix_caching and replay"),
-        (EngineConfig(parallel=two, kernels="triton"), "several ranks run the plain operations"),
+        (EngineConfig(parallel=spread, kernels="inductor"), "inside attention, which is not compiled"),
+        (EngineConfig(parallel=spread, compile=True), "inside attention, which is not compiled"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLMEngine(model, Tokenizer.from_folder(MODEL), config)
@@ -202,3 +208,20 @@ def test_an_engine_of_a_group_is_not_made_around_a_whole_model() -> None:
 
 def test_streaming_on_several_ranks_is_refused(found: list[dict[str, Any]]) -> None:
     assert all(isinstance(rank["stream"], Rejected) for rank in found)
+
+
+def test_an_engine_launches_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the first accelerator, whose rank is not the only one."""
+    seen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr("deepinfer.engine_thread.use_device", lambda device: seen.append((threading.current_thread().name, device)))
+    with open_engine(1) as engine:
+        engine.flush()
+    assert seen == [("deepinfer-engine", torch.device("cpu"))]
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_only_a_numbered_accelerator_is_chosen(device: str, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: seen.append(str(device)))
+    use_device(torch.device(device))
+    assert seen == chosen

@@ -26,7 +26,7 @@ from deepinfer.ops.triton_kernels.routing import LARGE_TILES, Prepared, prepare
 
 STAGES = 3  # loads in flight; more or fewer measured slower
 SPLIT_TOKENS = 256  # from here on some expert usually has more than 8 tokens
-MOST_TOKENS = 2048  # at once: every pair is compared with every other one to find its place
+MOST_PAIRS = 12_288  # at once, 2,048 tokens of six: each is compared with every other one to find its place
 
 
 @triton.jit
@@ -283,8 +283,8 @@ def fp4_experts(
     pairs, split = t * topk, t >= SPLIT_TOKENS
     if not pairs:
         return x.new_empty(t, topk, d, dtype=torch.bfloat16)
-    if t > MOST_TOKENS:
-        pieces = zip(x.split(MOST_TOKENS), ids.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
+    if pairs > MOST_PAIRS:
+        pieces = zip(*(tensor.split(MOST_PAIRS // topk) for tensor in (x, ids, weights)), strict=True)
         return torch.cat([fp4_experts(*piece, *up, *down, limit, holds_all, pdl) for piece in pieces])
     ids, weights = ids.contiguous(), weights.contiguous()
     prepared = prepare(x.contiguous(), ids, up_words.shape[0], split, pdl)
