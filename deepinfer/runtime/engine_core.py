@@ -35,6 +35,7 @@ from deepinfer.runtime.recovery_settings import cache_names, max_backtrack, num_
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.scheduler import Scheduler, SequenceEvent
 from deepinfer.runtime.sequence import Sequence, Status
+from deepinfer.runtime.step_shapes import SHORT_PREFILLS
 from deepinfer.runtime.worker import Worker
 from deepinfer.tokenizer import Tokenizer
 
@@ -349,6 +350,7 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
 def warm_up(worker: Worker, in_group: bool) -> None:
     """Compile and capture before the first request, with a bar that says what is being done."""
     count = len(worker.shapes.buckets) * (3 if worker.num_drafts else 1) + 1
+    count += len(SHORT_PREFILLS) * worker.shapes.fixes_prefills
     with tqdm(total=count, unit="shape", desc="warming up") as bar:
 
         @contextmanager

@@ -11,6 +11,7 @@ from deepinfer.runtime.plan import SchedulerOutputs, StepKind
 from deepinfer.runtime.replay_state import num_skipped
 from deepinfer.runtime.step_state import PaddedShape, table_width
 
+SHORT_PREFILLS = (64, 256)  # rows; beyond, the device has more to do than the host
 LEAST_TABLE_WIDTH = 8  # blocks; short sequences share a shape
 
 
@@ -23,22 +24,38 @@ def decode_shape(groups: int, drafts_each: int, table_width: int, *, is_even: bo
 
 
 class StepShapes:
-    """Chooses shapes. `buckets` are row group counts of decode steps, ascending; none: decode steps have no fixed shape.
+    """Chooses shapes. `buckets` are row group counts of steps with a fixed shape, ascending; none: no step has one.
 
+    `fixes_prefills`: whether short prefills have fixed shapes as well as decode steps.
     `pads_every_step`: whether other steps, too, keep away from sizes of 1, which compilers take for a special case.
     """
 
-    def __init__(self, buckets: tuple[int, ...], num_drafts: int, block_size: int, pads_every_step: bool) -> None:
+    def __init__(
+        self, buckets: tuple[int, ...], num_drafts: int, block_size: int, *, fixes_prefills: bool, pads_every_step: bool
+    ) -> None:
         self.buckets, self.num_drafts, self.block_size = buckets, num_drafts, block_size
-        self.pads_every_step = pads_every_step
+        self.fixes_prefills, self.pads_every_step = fixes_prefills, pads_every_step
 
     def bucket(self, count: int) -> int | None:
         """The smallest bucket for a number of groups."""
         place = bisect.bisect_left(self.buckets, count)
         return self.buckets[place] if place < len(self.buckets) else None
 
-    def of(self, plan: SchedulerOutputs) -> PaddedShape | None:
-        """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1; None: its own."""
+    def of_prefill(self, plan: SchedulerOutputs) -> PaddedShape | None:
+        """The fixed shape of a short prefill of plain rows; None for any other step."""
+        groups, rows = self.bucket(len(plan.sequences)), next((rows for rows in SHORT_PREFILLS if rows >= plan.num_rows), None)
+        is_plain = plan.kind is StepKind.PREFILL and plan.group_shape is None and all(seq.replay is None for seq in plan.sequences)
+        if not (self.fixes_prefills and is_plain) or groups is None or rows is None:
+            return None
+        return decode_shape(groups, 0, table_width(plan, self.block_size))._replace(rows=rows)
+
+    def of(self, plan: SchedulerOutputs, is_observed: bool = False) -> PaddedShape | None:
+        """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1; None: its own.
+
+        `is_observed`: somebody looks at more of its rows than those with logits.
+        """
+        if not is_observed and (short := self.of_prefill(plan)) is not None:
+            return short
         count, width = len(plan.sequences), table_width(plan, self.block_size)
         agreed = plan.group_shape
         groups = self.bucket(count if agreed is None else agreed.num_groups)

@@ -119,7 +119,8 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         blocks = seq.blocks[:width]
         table[group, : len(blocks)] = np.fromiter(blocks, np.int64, len(blocks))
     if padded is not None:
-        tokens += [0] * (padded.groups + 1 - len(tokens))
+        # At least one; and as many for every step of a shape.
+        tokens += [0] * (max(padded.groups + 1, padded.rows) - len(tokens))
 
     columns = {
         "token_starts": token_starts,

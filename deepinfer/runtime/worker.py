@@ -6,11 +6,13 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.compiled import LEAST_ROWS, is_compiled
+from deepinfer.model.moe import here
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs
 from deepinfer.runtime.device import COMPUTE, COPY, Device
@@ -22,8 +24,9 @@ from deepinfer.runtime.row_layout import build_rows, logit_rows
 from deepinfer.runtime.sampler import stage_sampling, to_result
 from deepinfer.runtime.staging import host_copy
 from deepinfer.runtime.static_decode import StaticDecode
+from deepinfer.runtime.static_prefill import StaticPrefill
 from deepinfer.runtime.step_sampler import StepSampler
-from deepinfer.runtime.step_shapes import StepShapes, decode_shape
+from deepinfer.runtime.step_shapes import SHORT_PREFILLS, StepShapes, decode_shape
 from deepinfer.runtime.step_state import (
     DeviceOutputs,
     LogitRows,
@@ -68,20 +71,30 @@ class Worker:
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.num_drafts = model, sizes, device, num_speculative_tokens
-        self.shapes = StepShapes(decode_buckets, num_speculative_tokens, sizes.block_size, pads_every_step=is_compiled(model))
+        # An exchange between processes looks at numbers of rows, which no graph can.
+        layers: list[Any] = list(model.layers)
+        exchanges = any(layer.ffn.exchange is not here for layer in layers)
+        self.shapes = StepShapes(
+            decode_buckets,
+            num_speculative_tokens,
+            sizes.block_size,
+            fixes_prefills=bool(decode_buckets) and not exchanges,
+            pads_every_step=is_compiled(model),
+        )
         self.cache = model.new_cache(sizes)
         rejects = verification == "rejection"
         self.sampler = StepSampler(model, self.cache, device, self.shapes, num_speculative_tokens, rejects)
         self.host_memory = HostMemory(self.cache, num_host_blocks)
         self._static: dict[tuple[object, ...], StaticDecode] = {}
+        self._static_prefills: dict[tuple[object, ...], StaticPrefill] = {}
         # Graphs read the results of the step before at one place; a prefill step may have more groups than any bucket.
         longest = max(decode_buckets, default=0) + sizes.num_slots
         self._relay = DeviceOutputs.empty(longest, num_speculative_tokens, 0, device.torch_device)
 
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
-        device, padded = self.device.torch_device, self.shapes.of(plan)
-        observed = stage_observations(plan, self.model.config.vocab_size)
+        device, observed = self.device.torch_device, stage_observations(plan, self.model.config.vocab_size)
+        padded = self.shapes.of(plan, is_observed=observed is not None)
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
         vocab_size = self.model.config.vocab_size if self.sampler.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
@@ -100,6 +113,8 @@ class Worker:
                 self._static_decode(metadata)
             if self._is_static(plan, observed):
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
+            elif observed is None and self.shapes.of_prefill(plan) is not None:
+                box.logit_rows = self._static_prefill(metadata).run(metadata, before, outputs)
             else:
                 box.logit_rows = self._run_rows(metadata, before, outputs, observed)
             self._copy_cache(plan.copies_after)
@@ -168,6 +183,13 @@ class Worker:
             self._static[key] = StaticDecode(self.model, self.cache, metadata, self._relay, self.device)
         return self._static[key]
 
+    def _static_prefill(self, metadata: SequenceMetadata) -> StaticPrefill:
+        """The same for a short prefill."""
+        key = (metadata.block_tables.shape, metadata.num_rows, metadata.splits_drafts)
+        if key not in self._static_prefills:
+            self._static_prefills[key] = StaticPrefill(self.model, self.cache, metadata, self._relay, self.device)
+        return self._static_prefills[key]
+
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[str], AbstractContextManager[None]], in_group: bool = False) -> None:
         """Compile, and capture what steady decode of short sequences needs. `progress` brackets each part with what it is.
@@ -179,6 +201,11 @@ class Worker:
             for width in self.shapes.table_widths(self.model.config, self.sizes.num_blocks):
                 shape = PaddedShape(1, PREFILL_WARM_UP_ROWS, width)
                 self._run_eagerly(stage_metadata(idle, block_size, shape).to(self.device.torch_device))
+        if self.shapes.fixes_prefills:
+            for rows in SHORT_PREFILLS:
+                with progress(f"prefill, up to {rows} rows"):
+                    shape = decode_shape(self.shapes.buckets[0], 0, 1)._replace(rows=rows)
+                    self._static_prefill(stage_metadata(idle, block_size, shape))
         for groups in self.shapes.buckets:
             for each in (self.num_drafts,) if in_group else sorted({0, self.num_drafts}):
                 with progress(f"decode, {groups} sequences, {each} drafts"):
