@@ -1,8 +1,8 @@
 """Where the time of a step goes: kernels by the operation that they belong to, each operation beside its floor.
 
-A decode step, or the last chunk of a prompt. Kernel names come from the profiler, also out of captured graphs. Kernels that run beside
-each other, or that wait for the one before them, count with all their time: the sum can be longer than the step. What the compiler
-fused of small operations is one line; so are the library's own kernels.
+A decode step, or the last chunk of a prompt. Kernel names come from the profiler, also out of captured graphs. Kernels that run
+beside each other, or that wait for the one before them, count with all their time: the sum can be longer than the step. What the
+compiler fused of small operations is one line; so are the library's own kernels.
 """
 
 import asyncio

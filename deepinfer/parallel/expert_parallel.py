@@ -73,10 +73,10 @@ class ExpertParallel:
         x_m = self.ranks.exchange(x[order_n // slots_TK.shape[1]], sent, received)
         labels_m = self.ranks.exchange(labels.flatten(0, 1)[order_n], sent, received)
         local_m = labels_m[:, :1].long() % self.slots_per_rank
-        # Compiled experts have code for two rows and more: what is missing are rows of nobody.
-        missing = max(LEAST_ROWS - sum(received), 0)
-        x_m, labels_m = F.pad(x_m, (0, 0, 0, missing)), F.pad(labels_m, (0, 0, 0, missing))
-        local_m = F.pad(local_m, (0, 0, 0, missing), value=self.slots_per_rank)
+        if (missing := LEAST_ROWS - sum(received)) > 0:
+            # Compiled experts have no code for a single row: it gets company of nobody.
+            x_m, labels_m = F.pad(x_m, (0, 0, 0, missing)), F.pad(labels_m, (0, 0, 0, missing))
+            local_m = F.pad(local_m, (0, 0, 0, missing), value=self.slots_per_rank)
         out_m = experts(x_m, labels_m[:, 1:].contiguous().view(torch.float32), local_m).squeeze(1)[: sum(received)]
         out_n = self.ranks.exchange(out_m, received, sent)
         out = out_n.new_zeros(slots_TK.numel(), x.shape[1])
