@@ -116,6 +116,7 @@ class Graph(TorchDispatchMode):
             self.calls.append((func, args, kwargs, out))
         return out
 
+    @torch.inference_mode()
     def spoil(self) -> None:
         """Overwrite what was allocated while recording; the next replay makes it anew."""
         for _, args, kwargs, out in self.calls:
@@ -124,6 +125,7 @@ class Graph(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
                     tensor.fill_(_nonsense(tensor.dtype))
 
+    @torch.inference_mode()
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)

@@ -111,11 +111,12 @@ def test_a_warm_up_captures_what_greedy_steps_need(drafts: int) -> None:
     device = CapturingDevice()
     harness = open_harness(device, drafts)
     harness.worker.warm_up(lambda what: nullcontext())
-    captured = len(device.graphs)
+    # Prefills of several sequences are captured when they are first needed.
+    captured = len(device.graphs) - len(harness.worker._static_prefills)
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     for index in range(3):
         harness.add(make_request(str(index), PROMPTS[index], params))
     harness.run()
     assert [harness.outcome(sequence) for sequence in harness.sequences] == [reference_outcome(p, params) for p in PROMPTS[:3]]
     # The last steps of a request have fewer drafts, which is another shape.
-    assert drafts or len(device.graphs) == captured
+    assert drafts or len(device.graphs) - len(harness.worker._static_prefills) == captured
