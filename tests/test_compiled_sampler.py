@@ -12,7 +12,7 @@ from deepinfer.checkpoint.load import load_model
 from deepinfer.model.compiled import compilation_count, compile_function, compile_model
 from deepinfer.model.numerics import inductor_ops
 from deepinfer.model.transformer import Transformer
-from deepinfer.runtime import static_decode, static_sampler, step_sampler
+from deepinfer.runtime import static_forward, static_sampler, step_sampler
 from deepinfer.runtime.device import InlineDevice, Thunk
 from tests.runtime.harness import GOLDEN, Harness, Outcome, make_request
 
@@ -45,7 +45,7 @@ def compiled_model(backend: str) -> Transformer:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transformer]:
     """Graphs alone, without code generation."""
-    for module in (static_decode, static_sampler):
+    for module in (static_forward, static_sampler):
         monkeypatch.setattr(module, "compile_function", partial(compile_function, backend="eager"))
     yield compiled_model("eager")
     torch.compiler.reset()
