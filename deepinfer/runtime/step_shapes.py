@@ -43,19 +43,15 @@ class StepShapes:
 
     def of_prefill(self, plan: SchedulerOutputs) -> PaddedShape | None:
         """The fixed shape of a short prefill of plain rows; None for any other step."""
+        if not self.fixes_prefills or plan.kind is not StepKind.PREFILL or any(seq.replay is not None for seq in plan.sequences):
+            return None
         groups, rows = self.bucket(len(plan.sequences)), next((rows for rows in SHORT_PREFILLS if rows >= plan.num_rows), None)
-        is_plain = plan.kind is StepKind.PREFILL and plan.group_shape is None and all(seq.replay is None for seq in plan.sequences)
-        if not (self.fixes_prefills and is_plain) or groups is None or rows is None:
+        if groups is None or rows is None:
             return None
         return decode_shape(groups, 0, table_width(plan, self.block_size))._replace(rows=rows)
 
-    def of(self, plan: SchedulerOutputs, is_observed: bool = False) -> PaddedShape | None:
-        """The shape that a step is padded to: its bucket's, if there is one, or away from sizes of 1; None: its own.
-
-        `is_observed`: somebody looks at more of its rows than those with logits.
-        """
-        if not is_observed and (short := self.of_prefill(plan)) is not None:
-            return short
+    def of(self, plan: SchedulerOutputs) -> PaddedShape | None:
+        """The shape that any other step is padded to: its bucket's, if there is one, or away from sizes of 1; None: its own."""
         count, width = len(plan.sequences), table_width(plan, self.block_size)
         agreed = plan.group_shape
         groups = self.bucket(count if agreed is None else agreed.num_groups)

@@ -6,13 +6,11 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
 from deepinfer.model.cache import CacheSizes
-from deepinfer.model.compiled import LEAST_ROWS, is_compiled
-from deepinfer.model.moe import here
+from deepinfer.model.compiled import LEAST_ROWS, exchanging, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs
 from deepinfer.runtime.device import COMPUTE, COPY, Device
@@ -71,14 +69,12 @@ class Worker:
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.num_drafts = model, sizes, device, num_speculative_tokens
-        # An exchange between processes looks at numbers of rows, which no graph can.
-        layers: list[Any] = list(model.layers)
-        exchanges = any(layer.ffn.exchange is not here for layer in layers)
         self.shapes = StepShapes(
             decode_buckets,
             num_speculative_tokens,
             sizes.block_size,
-            fixes_prefills=bool(decode_buckets) and not exchanges,
+            # An exchange between processes looks at numbers of rows, which no graph can.
+            fixes_prefills=bool(decode_buckets) and not exchanging(model),
             pads_every_step=is_compiled(model),
         )
         self.cache = model.new_cache(sizes)
@@ -94,7 +90,8 @@ class Worker:
     def submit_forward(self, plan: SchedulerOutputs, previous: WorkerStepState | None) -> WorkerStepState:
         """Launch the forward of a step. `previous` is the step before it, whose results need not be on the host yet."""
         device, observed = self.device.torch_device, stage_observations(plan, self.model.config.vocab_size)
-        padded = self.shapes.of(plan, is_observed=observed is not None)
+        short_prefill = self.shapes.of_prefill(plan) if observed is None else None
+        padded = self.shapes.of(plan) if short_prefill is None else short_prefill
         metadata = stage_metadata(plan, self.sizes.block_size, padded)
         vocab_size = self.model.config.vocab_size if self.sampler.rejects else 0
         outputs = DeviceOutputs.empty(len(plan.sequences), self.num_drafts, vocab_size, device)
@@ -113,7 +110,7 @@ class Worker:
                 self._static_decode(metadata)
             if self._is_static(plan, observed):
                 box.logit_rows = self._static_decode(metadata).run(metadata, before, outputs)
-            elif observed is None and self.shapes.of_prefill(plan) is not None:
+            elif short_prefill is not None:
                 box.logit_rows = self._static_prefill(metadata).run(metadata, before, outputs)
             else:
                 box.logit_rows = self._run_rows(metadata, before, outputs, observed)
