@@ -102,7 +102,7 @@ class Session:
     def rows(self, chunks: Sequence[tuple[Any, int]], sequences: Sequence[int] | None = None) -> Rows:
         """Packed rows for `(token ids, first position)` of the given sequences, of the first ones if None."""
         sequences = range(len(chunks)) if sequences is None else sequences
-        return pack_rows(chunks, self.slots(sequences), [self.tables[i] for i in sequences], self.block_size)
+        return pack_rows(chunks, self.slots(sequences), [self.tables[i] for i in sequences], self.block_size, self.model.device)
 
     @torch.no_grad()
     def step(self, chunks: Sequence[tuple[Any, int]], sequences: Sequence[int] | None = None) -> Step:

@@ -59,7 +59,14 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def linear(
-    x16: Tensor, factor: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, arrivals: Tensor, pdl: bool = True
+    x16: Tensor,
+    factor: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    arrivals: Tensor,
+    invariant: bool = True,
+    pdl: bool = True,
 ) -> Tensor:
     """See `fp8_linear`."""
     w = dequantize_fp8(*unpack_fp8(PackedMatrix(words, scales, exponents)))
@@ -67,7 +74,14 @@ def linear(
 
 
 def linear_bf16(
-    x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, arrivals: Tensor, groups: int, pdl: bool = True
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    arrivals: Tensor,
+    groups: int,
+    invariant: bool = True,
+    pdl: bool = True,
 ) -> Tensor:
     """See `fp8_linear_bf16`."""
     w = dequantize_fp8(*unpack_fp8(PackedMatrix(words, scales, exponents), bf16=True)).bfloat16().unflatten(0, (groups, -1))
@@ -86,6 +100,7 @@ def experts(
     down_exponents: Tensor,
     limit: float,
     holds_all: bool = True,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """See `fp4_experts`."""
@@ -120,9 +135,9 @@ def spread(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return hyper_connection.spread(y, streams, Mixes(post, post, comb))
 
 
-def shared_expert(x: Tensor, *matrices_and_sizes: Any) -> Tensor:
-    """See `shared_expert.shared_expert`."""
-    *matrices, first, width, limit = matrices_and_sizes
+def shared_expert(x: Tensor, *arguments: Any) -> Tensor:
+    """See `shared_expert.shared_expert`: eight tensors, three numbers, and what does not matter here."""
+    matrices, (first, width, limit) = arguments[:8], arguments[8:11]
     gate_up = linear(*quantize(x, WGMMA), *matrices[:4])
     gate, up = gate_up[:, :width], gate_up[:, first : first + width]
     hidden = without_tail(partial(swiglu, limit=limit), gate, up).to(x.dtype)
@@ -139,6 +154,7 @@ def attend_in_place(
     visible: Tensor,
     sink: Tensor,
     scale: float,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """See `attention.attend_in_place`."""

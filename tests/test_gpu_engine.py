@@ -23,9 +23,11 @@ from deepinfer.bench.steady_decode import SteadyDecode
 from deepinfer.checkpoint.locate import locate_checkpoint
 from deepinfer.model.cache import CacheSizes
 from deepinfer.model.compiled import compilation_count, compile_model
+from deepinfer.model.numerics import triton_ops
 from deepinfer.model.rows import pack_rows
 from deepinfer.model.transformer import Transformer
 from tests.golden import CASES, GOLDEN, poison, recorded, shared_model
+from tests.layered import PARTS, drive_layers, far_layers
 from tests.tolerances import difference, tolerance
 
 pytestmark = [
@@ -38,6 +40,7 @@ pytestmark = [
 
 CUT = "flash_slice:6:16"
 BLOCK = 64
+MOST_OTHER_CHOICES = 0.02  # share of rows in which near-equal scores of experts or entries change places
 COMPANY = (0, 1, 2, 3, 4, 6, 7, 8, 14, 15, 16)  # so that batches stand at the edges of the buckets and beside them
 INVARIANT = EngineConfig(batch_invariant=True, compile=True, device="cuda", max_num_seqs=17, max_model_len=512)
 
@@ -97,6 +100,15 @@ def recorded_logits(model: Transformer, case: str) -> dict[str, Tensor]:
     prefill = step([(ids, 0) for ids in prompt])
     decode = [step([(fed[b, i : i + 1], length + i) for b in range(batch)]) for i in range(steps)]
     return {"prefill.logits": prefill.cpu(), "decode.logits": torch.cat(decode, dim=1).cpu()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layer_of_the_kernels_stays_near_its_recorded_output(case: str) -> None:
+    driven = drive_layers(case, load_model(GOLDEN / case, "native", "cuda", ops=triton_ops()))
+    wrong = [line for part in PARTS for line in far_layers(case, driven, part)]
+    assert not wrong, "\n".join(wrong)
+    other = torch.stack([~same for same in driven.same_choices.values()]).double().mean()
+    assert float(other) <= MOST_OTHER_CHOICES
 
 
 @pytest.mark.parametrize(("case", "compiles"), [*((case, False) for case in CASES), ("swa_tiny", True), ("select_full", True)])

@@ -57,7 +57,7 @@ def expected_instruction(built: Built) -> str | None:
         return "tcgen05.mma kind::mxf8f6f4.block_scale" if on_blackwell else "wgmma.mma_async"
     if built.kernel == "fp4_experts_kernel":
         return "mma.sync"
-    if built.kernel == "fp8_linear_kernel":
+    if built.kernel in {"fp8_linear_kernel", "wide_experts_kernel"}:
         return "tcgen05.mma kind::f16" if on_blackwell else "wgmma.mma_async"
     return None
 
@@ -70,9 +70,11 @@ def check(built: Built) -> None:
     elif expected is not None:
         assert built.instructions, built
         assert all(found.startswith(expected) for found in built.instructions), built
-    # Two programs fit a processor's shared memory, except where a kernel only serves to test another device's.
+    # Two programs fit a processor's shared memory, except where one needs the registers of all, and where a kernel only serves to
+    # test another device's.
     is_stand_in = built.capability == 90 and "block_scaled" in built.kernel
-    assert built.shared_bytes <= (227 if is_stand_in else 114) * 1024, built
+    is_alone = is_stand_in or built.name == "attend to all, 64 heads"
+    assert built.shared_bytes <= (227 if is_alone else 114) * 1024, built
 
 
 @pytest.fixture
@@ -92,10 +94,12 @@ def test_every_kernel_of_these_files_is_in_the_report() -> None:
 
 
 @pytest.mark.usefixtures("_triton")
-@pytest.mark.parametrize("kernel", ["fp8_linear_kernel", "fp4_experts_kernel", "block_scaled_experts_kernel", "prepare_kernel"])
+@pytest.mark.parametrize(
+    "kernel", ["fp8_linear_kernel", "fp4_experts_kernel", "wide_experts_kernel", "block_scaled_experts_kernel", "prepare_kernel"]
+)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_a_kernel_builds_for_both_generations(kernel: str, capability: int) -> None:
-    for variant in islice((v for v in variants() if v.kernel.__name__ == kernel), 1):
+    for variant in islice((v for v in variants(capability) if v.kernel.__name__ == kernel), 1):
         check(build(variant, capability))
 
 
@@ -103,14 +107,14 @@ def test_a_kernel_builds_for_both_generations(kernel: str, capability: int) -> N
 @pytest.mark.usefixtures("_triton")
 @pytest.mark.parametrize("capability", [90, 100])
 def test_every_kernel_builds(capability: int) -> None:
-    for variant in variants():
+    for variant in variants(capability):
         check(build(variant, capability))
 
 
 @pytest.mark.usefixtures("_triton")
 def test_the_report_is_printed_and_written(tmp_path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     first = next(iter(variants()))
-    monkeypatch.setattr("deepinfer.bench.sm100.variants", lambda: iter([first]))
+    monkeypatch.setattr("deepinfer.bench.sm100.variants", lambda _: iter([first]))
     assert main(["--json", str(tmp_path / "report.json")]) == 0
     assert "1 kernels built for sm_100" in capsys.readouterr().out
     assert first.name in (tmp_path / "report.json").read_text()

@@ -55,7 +55,7 @@ def measure_all(name: str, config: EngineConfig, report: Report) -> None:
     chunks = sorted({min(chunk, prefill) for chunk in CHUNKS})
     if part("operations, prefill"):
         with report.noting("operations, prefill"):
-            measure_chunk(holder, config, report, tokens=prefill, chunk=chunks[0], steps=3)
+            measure_chunk(holder, config, report, tokens=prefill, chunk=chunks[-1], steps=3)
     if part("prefill"):
         measure_prefill(holder, config, report, kernels=kernels, tokens=[prefill], chunks=chunks)
     if part("work"):

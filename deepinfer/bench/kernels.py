@@ -139,7 +139,7 @@ def linear_times(name: str, tokens: Sequence[int], bandwidth: float, inductor: b
         x16, factor = (permute_channels(x, WGMMA).contiguous(), None) if groups else quantize_activations(x, WGMMA)
 
         def call(i: int, tiling: "Tiling | None" = None, split: int | None = None) -> Tensor:
-            return launch(x16, factor, *packed[i], arrivals, group_rows, True, tiling, split)  # noqa: B023
+            return launch(x16, factor, *packed[i], arrivals, group_rows, True, True, tiling, split)  # noqa: B023
 
         forms: list[Callable[[int], object]] = [call]
         if inductor:
@@ -209,11 +209,16 @@ def attention_times(tokens: Sequence[int], bandwidth: float, sweep: bool) -> Ite
 
         num_bytes = min(t * (WINDOW + CHOSEN), POOL_ROWS) * HEAD_DIM * 2
         yield time_of("attention", t, num_bytes, bandwidth, [call], calls)
+        if t >= attention.WIDE_ROWS:
+            wide = partial(call, cut=attention.wide_cut(torch.cuda.get_device_capability()))
+            yield time_of("attention, wide", t, num_bytes, bandwidth, [wide], calls)
         if not sweep:
             continue
-        # Those that keep their values in registers; more stages build the same code.
-        for chunk, part, (heads, warps) in itertools.product((64, 128, 320, 640), (32, 64), ((16, 4), (16, 8), (32, 8), (64, 8))):
-            cut = attention.Cut(chunk, part, heads, warps, 1)
+        # Those that keep most values in registers.
+        for chunk, part, (heads, warps), stages in itertools.product(
+            (64, 128, 320, 640), (32, 64), ((16, 4), (16, 8), (32, 8), (64, 8)), (1, 2)
+        ):
+            cut = attention.Cut(chunk, part, heads, warps, stages)
             yield from tried("attention", t, num_bytes, bandwidth, partial(call, cut=cut), calls, str(tuple(cut)))
 
 
@@ -264,6 +269,7 @@ def experts_times(tokens: Sequence[int], bandwidth: float, inductor: bool, skew:
     """The whole layer from activations to the sum over a token's experts; batches differ within a graph."""
     from deepinfer.ops.triton_kernels.fp4_experts import fp4_experts
     from deepinfer.ops.triton_kernels.routing import combine_experts
+    from deepinfer.ops.triton_kernels.wide_experts import fills_wide_tiles
 
     w1, w3, w2 = random_fp4(INTER_DIM, DIM), random_fp4(INTER_DIM, DIM), random_fp4(DIM, INTER_DIM)
     up = packed_in_parts(
@@ -280,18 +286,21 @@ def experts_times(tokens: Sequence[int], bandwidth: float, inductor: bool, skew:
         weights = torch.rand(t, TOPK, device="cuda")
         active = sum(i.unique().numel() for i in ids) / calls
 
-        def call(i: int) -> Tensor:
-            return combine_experts(fp4_experts(xs[i], ids[i], weights, *up, *down, LIMIT), ids[i])  # noqa: B023
+        def call(i: int, invariant: bool = True) -> Tensor:
+            return combine_experts(fp4_experts(xs[i], ids[i], weights, *up, *down, LIMIT, True, invariant), ids[i])  # noqa: B023
 
         forms: list[Callable[[int], object]] = [call]
         # Grouped products decode every expert, which the rest of the memory does not always hold.
-        form = gathered_experts if t * TOPK <= NUM_EXPERTS else grouped_experts
+        reference = gathered_experts if t * TOPK <= NUM_EXPERTS else grouped_experts
         if inductor:
-            other: Callable[..., Tensor] = torch.compile(form, dynamic=False)
+            other: Callable[..., Tensor] = torch.compile(reference, dynamic=False)
             forms.append(lambda i: other(xs[i], ids[i], weights, *stored, LIMIT))  # noqa: B023
         most = max(int(i.flatten().bincount().max()) for i in ids)
-        note = f"{active:.0f} experts, at most {most} tokens" + (f"; other: {form.__name__}" if inductor else "")
+        note = f"{active:.0f} experts, at most {most} tokens" + (f"; other: {reference.__name__}" if inductor else "")
         yield time_of(f"experts, skew {skew}", t, active * expert_bytes, bandwidth, forms, calls, note)
+        if fills_wide_tiles(t * TOPK, NUM_EXPERTS):
+            wide = partial(call, invariant=False)
+            yield time_of(f"wide experts, skew {skew}", t, active * expert_bytes, bandwidth, [wide], calls, note)
 
 
 def packed_in_parts(weight: Tensor, scale: Tensor, part: int = 32) -> PackedMatrix:

@@ -51,13 +51,13 @@ class Built:
     binary_bytes: int
 
 
-def variants() -> Iterator[Variant]:
+def variants(capability: int = 100) -> Iterator[Variant]:
     """Every kernel as the published model launches it."""
     yield from quantized_variants()
-    yield from plain_variants()
+    yield from plain_variants(capability)
 
 
-def plain_variants() -> Iterator[Variant]:
+def plain_variants(capability: int) -> Iterator[Variant]:
     """Kernels of what is not quantised."""
     from deepinfer.ops.triton_kernels import (
         attention,
@@ -74,11 +74,11 @@ def plain_variants() -> Iterator[Variant]:
     types |= dict.fromkeys(("x_ptr", "w_ptr", "q_ptr", "kv_ptr", "parts_ptr", "result_ptr"), "*bf16")
     types |= dict.fromkeys(("own_ptr", "ring_ptr", "pool_ptr"), "*bf16") | dict.fromkeys(("visible_ptr", "is_own_ptr"), "*i1")
     types |= {"scale": "fp32", "places_ptr": "*i32"}
-    for single in (False, True):
-        cut = attention.CUT
+    wide = attention.wide_cut((capability // 10, capability % 10))
+    for cut, single in ((attention.CUT, False), (attention.CUT, True), (wide, True)):
         constants: dict[str, Any] = {"H": 64, "D": 512, "CHUNK": cut.chunk, "PLACES": cut.places}
         constants |= {"HEADS": cut.heads, "SINGLE": single, "PDL": True}
-        name = f"attend to {'all' if single else 'a chunk'}"
+        name = f"attend to {'all' if single else 'a chunk'}, {cut.heads} heads"
         yield Variant(attention.chunk_kernel, name, constants, types, cut.warps, cut.stages)
     yield Variant(attention.merge_kernel, "merge chunks", {"H": 64, "D": 512, "PDL": True}, types, 4)
     for tokens in (16, 64, float32_linear.MOST_TOKENS):
@@ -136,7 +136,7 @@ def finishing_variants() -> Iterator[Variant]:
 
 def quantized_variants() -> Iterator[Variant]:
     """Kernels of quantised weights."""
-    from deepinfer.ops.triton_kernels import block_scaled, fp4_experts, fp8_linear, quantize, routing, shared_expert
+    from deepinfer.ops.triton_kernels import block_scaled, fp4_experts, fp8_linear, quantize, routing, shared_expert, wide_experts
 
     fixed: dict[str, Any] = {"PDL": True}
     yield Variant(quantize.quantize_kernel, "quantize", fixed | {"BLOCKS": 256, "INSTRUCTION": 3}, {}, 16)
@@ -189,6 +189,12 @@ def quantized_variants() -> Iterator[Variant]:
             types = PACKED | {"x_ptr": "*fp16", "y_ptr": "*fp16" if up else "*bf16"}
             name = f"fp4 experts, {'up' if up else 'down'}, {8 * tiles} tokens"
             yield Variant(fp4_experts.fp4_experts_kernel, name, constants, types, fp4_experts.FP4_WARPS, fp4_experts.STAGES)
+    tiling = wide_experts.TILING
+    for up in (True, False):
+        constants = {"LIMIT": 10.0, "UP": up, "TOPK": 6, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "WARPS": tiling.warps}
+        types = PACKED | {"x_ptr": "*fp16", "y_ptr": "*fp16" if up else "*bf16", "bounds_ptr": "*i64", "order_ptr": "*i64"}
+        name = f"fp4 experts, {'up' if up else 'down'}, wide"
+        yield Variant(wide_experts.wide_experts_kernel, name, constants, types, tiling.warps, tiling.stages)
     yield Variant(block_scaled.quantize_codes_kernel, "quantize to codes", fixed | {"BLOCKS": 256}, STORED, 16)
     shape = {"ROWS": block_scaled.ROWS, "STEP": block_scaled.STEP}
     for tokens in (16, 128):
@@ -251,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra("building kernels needs triton: pip install triton") from error
     rows = []
-    for variant in variants():
+    for variant in variants(args.capability):
         built = build(variant, args.capability)
         print(f"{built.name:58} {built.shared_bytes:7} B shared  {', '.join(built.instructions) or '-'}", flush=True)
         rows.append(asdict(built))

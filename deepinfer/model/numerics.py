@@ -313,7 +313,7 @@ def triton_ops(*, batch_invariant: bool = False) -> Ops:
         experts=triton_forms.experts,
         combine=triton_forms.combine,
         attend=triton_forms.attend,
-        attend_in_place=triton_forms.attend_in_place,
+        attend_in_place=partial(triton_forms.attend_in_place, invariant=batch_invariant),
         float32_linear=triton_forms.float32_linear,
         norm_rotate_round=triton_forms.norm_rotate_round,
         hyper_mix=triton_forms.hyper_mix,

@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         embedded = self.embed(rows.token_ids).to(self.numerics.precision.activation_dtype)
         streams, pre_mix = self.stages.enter(embedded, config.hyper_connection.mult)
         is_padding = rows.row_slots == TRASH_SLOT if self.numerics.ops.skips_padding or rows.is_even else None
-        shared = self._placed(Shared(), rows, cache)
+        shared = self.placed(Shared(), rows, cache)
         features: list[Tensor] = []
         # A model cut to its first layers keeps the ids, but has no draft blocks.
         targets = config.draft.target_layer_ids if config.draft.n_layers else ()
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
                 is_padding = None if is_padding is None else is_padding[kept]
                 if not kept.shape[0]:
                     break
-                shared = self._placed(shared, rows, cache)
+                shared = self.placed(shared, rows, cache)
             if layer.engram is not None:
                 streams = layer.engram(streams, window, self.token_window.pad)
             if index in targets:
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
             )
         return Hidden(rows, self.stages.collapse(streams, pre_mix), torch.cat(features, dim=-1) if features else None)
 
-    def _placed(self, shared: Shared, rows: Rows, cache: ModelCache) -> Shared:
+    def placed(self, shared: Shared, rows: Rows, cache: ModelCache) -> Shared:
         """With the places of the keys of `rows`, if attention reads them in place."""
         if self.numerics.ops.attend_in_place is None:
             return shared

@@ -49,7 +49,7 @@ def linear(x: Float[Tensor, "T K"], matrix: "StoredMatrix", numerics: "Numerics"
         return block_scaled_forms.linear(x, matrix)
     if matrix.packed is None:
         return float32.float32_linear(round_fp8(x).bfloat16(), matrix.values(torch.bfloat16)).to(x.dtype)
-    return _product(x, matrix.packed)[:, : matrix.out_features]
+    return _product(x, matrix.packed, numerics)[:, : matrix.out_features]
 
 
 def linears(
@@ -60,7 +60,7 @@ def linears(
     if joined is None or any(matrix.joined is not joined for matrix in matrices):
         return tuple(linear(x, matrix, numerics) for matrix in matrices)
     packed: list[PackedWeights] = [matrix.packed for matrix in matrices]
-    parts = _product(x, joined).split([part.padded_rows for part in packed], dim=1)
+    parts = _product(x, joined, numerics).split([part.padded_rows for part in packed], dim=1)
     return tuple(y[:, : matrix.out_features] for y, matrix in zip(parts, matrices, strict=True))
 
 
@@ -70,11 +70,13 @@ def norm_linear(x: Float[Tensor, "T K"], norm: "RMSNorm", matrix: "Linear") -> t
     if packed is None or packed.padded_channels != x.shape[1]:
         return plain_forms.norm_linear(x, norm, matrix)
     normed, *quantized = norm_quantize_activations(x, norm.weight, norm.eps, WGMMA)
-    return normed, fp8_linear(*quantized, *packed.tensors(), packed.arrivals)[:, : matrix.out_features]
+    invariant = matrix.numerics.ops.batch_invariant
+    return normed, fp8_linear(*quantized, *packed.tensors(), packed.arrivals, invariant)[:, : matrix.out_features]
 
 
-def _product(x: Float[Tensor, "T K"], packed: "PackedWeights") -> Float[Tensor, "T Np"]:
-    return fp8_linear(*quantize_activations(_padded(x, packed), WGMMA), *packed.tensors(), packed.arrivals)
+def _product(x: Float[Tensor, "T K"], packed: "PackedWeights", numerics: "Numerics") -> Float[Tensor, "T Np"]:
+    quantized = quantize_activations(_padded(x, packed), WGMMA)
+    return fp8_linear(*quantized, *packed.tensors(), packed.arrivals, numerics.ops.batch_invariant)
 
 
 def _padded(x: Float[Tensor, "... K"], packed: "PackedWeights") -> Float[Tensor, "... Kp"]:
@@ -89,9 +91,8 @@ def grouped_linear(x: Float[Tensor, "T G K"], matrix: "StoredMatrix", numerics: 
     if matrix.packed is None:
         weights = matrix.values(torch.bfloat16).unflatten(0, (groups, -1))
         return torch.stack([float32.float32_linear(x[:, g], weights[g]) for g in range(groups)], dim=1).to(x.dtype)
-    y = fp8_linear_bf16(
-        permute_channels(_padded(x, matrix.packed), WGMMA), *matrix.packed.tensors(), matrix.packed.arrivals, groups
-    )
+    permuted = permute_channels(_padded(x, matrix.packed), WGMMA)
+    y = fp8_linear_bf16(permuted, *matrix.packed.tensors(), matrix.packed.arrivals, groups, numerics.ops.batch_invariant)
     return y.unflatten(1, (groups, -1))
 
 
@@ -104,8 +105,10 @@ def experts(
     if stack.w2.packed is None or stack.w1.packed is None:
         return inductor_forms.experts(x, weights, ids, stack)
     up, down = stack.w1.packed, stack.w2.packed
+    matrices = (*up.tensors(), *down.tensors())
     # Padding rows have no expert, so that not every pair is computed.
-    y = fp4_experts(_padded(x, up), stack.local_ids(ids), weights, *up.tensors(), *down.tensors(), stack.swiglu_limit, False)
+    invariant = stack.numerics.ops.batch_invariant
+    y = fp4_experts(_padded(x, up), stack.local_ids(ids), weights, *matrices, stack.swiglu_limit, False, invariant)
     return y[..., : x.shape[1]]
 
 
@@ -123,7 +126,8 @@ def shared_expert(x: Float[Tensor, "T D"], expert: "SharedExpert") -> Float[Tens
         return expert.plain(x)
     first: int = expert.w1.packed.padded_rows  # type: ignore[union-attr]  # where the whole is packed, so are its parts
     matrices = (*up.tensors(), up.arrivals, *down.tensors(), down.arrivals)
-    return beside_the_experts(x, *matrices, first, expert.w1.out_features, expert.swiglu_limit)
+    invariant = expert.numerics.ops.batch_invariant
+    return beside_the_experts(x, *matrices, first, expert.w1.out_features, expert.swiglu_limit, invariant)
 
 
 def norm_rotate_round(
@@ -167,10 +171,12 @@ def attend_in_place(
     visible: Bool[Tensor, "T S"],
     sink: Float[Tensor, " H"],
     scale: float,
+    *,
+    invariant: bool,
 ) -> Float[Tensor, "T H Dh"]:
     """One launch, and one that merges chunks of long lists; the plain form of a gathered list for channels that no kernel takes."""
     if _is_tile(q.shape[2]):
-        return attention.attend_in_place(q, own, ring, pool, places, is_own, visible, sink, scale)
+        return attention.attend_in_place(q, own, ring, pool, places, is_own, visible, sink, scale, invariant)
     window, entries = places.split((is_own.shape[1], places.shape[1] - is_own.shape[1]), dim=1)
     limit = own.shape[0] - 1  # a row of the ring need not be one of the step
     listed = torch.where(is_own[:, :, None], own[window.clamp(max=limit)], ring[window.masked_fill(is_own, 0)])

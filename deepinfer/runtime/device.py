@@ -8,6 +8,7 @@ conflicting launches is ordered by a stream or an event.
 import asyncio
 import os
 import re
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ COMPUTE, COPY = "compute", "copy"  # stream names: the model and the sampler; de
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 WARM_UP_RUNS = 2  # before a capture, so that lazy initialisation is over
+# While a thread captures, no other thread of the process may capture or wait for the whole device; the driver refuses.
+CAPTURING = threading.Lock()
 POLL_S = 2e-5  # between two looks at an event; each look yields to other coroutines
 
 Thunk = Callable[[], None]
@@ -134,9 +137,10 @@ class AcceleratorDevice:
 
     def close(self) -> None:
         if self.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
-            # One workspace for each thread and stream that multiplied; nothing else returns it.
-            torch._C._cuda_clearCublasWorkspaces()
+            with CAPTURING:
+                torch.cuda.synchronize(self.torch_device)
+                # One workspace for each thread and stream that multiplied; nothing else returns it.
+                torch._C._cuda_clearCublasWorkspaces()
 
     def capture(self, fn: Thunk) -> Thunk:
         if not self.can_capture:
@@ -150,14 +154,15 @@ class AcceleratorDevice:
             for _ in range(WARM_UP_RUNS):
                 fn()
         current.wait_stream(stream)
-        # The libraries then take their working memory from the graphs', which lives as long as those do.
-        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time, so they share their working memory.
         self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
-        # Other threads may call into the driver meanwhile.
-        with torch.cuda.graph(graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"):
-            fn()
+        with CAPTURING:
+            # The libraries then take their working memory from the graphs', which lives as long as those do.
+            torch._C._cuda_clearCublasWorkspaces()
+            # Other threads may launch and allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"):
+                fn()
         return graph.replay
 
 

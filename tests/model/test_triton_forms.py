@@ -129,7 +129,7 @@ def test_a_list_that_lies_in_three_places_is_attended_as_its_copy_where_no_kerne
         torch.stack([(own if mine else ring)[i] for mine, i in zip(*row, strict=True)]) for row in zip(is_own, near, strict=True)
     ]
     listed = torch.cat((torch.stack(window), pool[far]), dim=1)
-    observed = attend_in_place(q, own, ring, pool, torch.cat((near, far), dim=1).int(), is_own, visible, sink, 0.2)
+    observed = attend_in_place(q, own, ring, pool, torch.cat((near, far), dim=1).int(), is_own, visible, sink, 0.2, invariant=True)
     assert torch.equal(observed, attend(q, listed, visible, sink, 0.2))
 
 

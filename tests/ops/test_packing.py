@@ -89,8 +89,9 @@ def test_the_fp8_operand_holds_the_exact_values_in_the_order_of_the_activations(
     assert torch.equal(operand_fp8(pack_fp8(weight, scale, bf16), bf16), expected)
 
 
-def operand_fp4(packed: packing.PackedMatrix) -> torch.Tensor:
-    """The same for FP4 (mma.sync), with the decoder's byte table."""
+def operand_fp4(packed: packing.PackedMatrix, instruction: int) -> torch.Tensor:
+    """The same for FP4, with the decoder's byte table: one order of words serves both instructions."""
+    order = (0, 2, 3, 1, 4, 5) if instruction == MMA_SYNC else (0, 2, 3, 4, 1, 5)  # g j h0 then q h i, or h q i
     tiles, runs = packed.words.shape[:2]
     table = torch.tensor([0x00, 0x04, 0x08, 0x0A, 0x0C, 0x0E, 0x10, 0x12])  # high bytes of float16 e2m1 * 2^-13
     operand = torch.empty(tiles * 128, runs * 256, dtype=torch.float64)
@@ -108,14 +109,15 @@ def operand_fp4(packed: packing.PackedMatrix) -> torch.Tensor:
                 value = (high << 8).to(torch.int16).view(torch.float16).double().view(8, 4, 4, 2, 2, 2)  # g q j h0 h i
                 row = tile * 128 + n16 * 16 + rr * 8
                 channels = slice(run * 256 + u * 128, run * 256 + u * 128 + 128)
-                operand[row : row + 8, channels] = value.permute(0, 2, 3, 1, 4, 5).reshape(8, 128)
+                operand[row : row + 8, channels] = value.permute(order).reshape(8, 128)
     return operand * torch.exp2(packed.exponents.double() - 127)[:, None]
 
 
-def test_the_fp4_operand_holds_the_exact_values_in_the_order_of_the_activations() -> None:
+@pytest.mark.parametrize("instruction", [MMA_SYNC, WGMMA])
+def test_the_fp4_operand_holds_the_exact_values_in_the_order_of_the_activations(instruction: int) -> None:
     weight, scale = random_fp4(128, 512, spread=26)
-    expected = permute_channels(dequantize_fp4(weight, scale), MMA_SYNC).double()
-    assert torch.equal(operand_fp4(pack_fp4(weight, scale)), expected)
+    expected = permute_channels(dequantize_fp4(weight, scale), instruction).double()
+    assert torch.equal(operand_fp4(pack_fp4(weight, scale), instruction), expected)
 
 
 def test_scales_too_spread_for_the_operands_are_refused_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels for decode: they read quantised weights as they are stored and come close to the time the bytes take.
+"""Triton kernels: they read quantised weights as they are stored and come close to the time the bytes take.
 
 | file | what | plain twin |
 |---|---|---|
@@ -8,7 +8,8 @@
 | `launch.py`, `beside.py` | how kernels follow one another, and how they run side by side | |
 | `fp8_linear.py` | `y = x W^T` for FP8 weights, with FP8 or bfloat16 activations | `ops/matmul.py` |
 | `routing.py` | which tokens each expert gets, and the sum over a token's experts | `model/plain_forms.py` |
-| `fp4_experts.py` | the routed experts with FP4 weights | `model/plain_forms.py` |
+| `fp4_experts.py`, `wide_experts.py` | the routed experts with FP4 weights, for few and for many tokens | `model/plain_forms.py` |
+| `expert_outputs.py` | what stands behind the products of both | `ops/elementwise.py`, `ops/quantize.py` |
 | `shared_expert.py` | the shared expert beside the routed ones, and the sum of all | `model/moe.py` |
 | `hyper_mix.py`, `residual_streams.py` | coefficients of the streams, and what they are for | `model/hyper_connection.py` |
 | `norm_rotate_round.py` | what a vector goes through before it is stored or compared | `model/plain_forms.py` |
@@ -29,7 +30,8 @@ The idea, in three steps.
    with one `ref` for each row, or 32 rows, or token, and `2^ref` is applied once at the end. Nothing is rescaled in the loop.
 
 Products are exact and accumulated in float32, so a result differs from the plain twin by the order of its sums only. A row's
-bits do not depend on the batch: everything that decides an order of sums depends on the weight's shape alone.
+bits do not depend on the batch: everything that decides an order of sums depends on the weight's shape alone. Calls that need not
+promise it (`invariant=False`: every mode but `batch_invariant`) have other tiles for many rows, which are faster and sum otherwise.
 
 Importing this package does not import triton; its modules other than `packing` do.
 """

@@ -4,6 +4,9 @@ The plain twin is `ops/attend.py` over a gathered copy of the list. There the ru
 chunk has its own and the chunks are merged in order; probabilities are rounded to the activations' dtype before the value product
 in both. Chunks are fixed, so a row's bits do not depend on its company.
 
+Where bits may depend on it, many rows get a program each for all heads and the whole list, which reads the list once and merges
+nothing: a few rows could not fill the device so.
+
 A place of the window is a row of this step (`own`) or of the ring, every other place a row of the pool of entries.
 
 Legend: T rows, H heads, S places, W places of the window, D channels, C chunks of places.
@@ -32,6 +35,12 @@ class Cut(NamedTuple):
 
 
 CUT = Cut(chunk=128, places=64, heads=16, warps=4, stages=1)
+WIDE_ROWS = 64  # from here on the wide cut is faster
+
+
+def wide_cut(capability: tuple[int, int]) -> Cut:
+    """All heads and the whole list in one program. Blackwell needs more shared memory for it, so loads are not a stage ahead."""
+    return Cut(chunk=2**20, places=64, heads=64, warps=8, stages=2 if capability[0] < 10 else 1)
 
 
 @triton.jit
@@ -195,6 +204,7 @@ def attend_in_place(
     visible: Tensor,
     sink: Tensor,
     scale: float,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """As `deepinfer.ops.attend.attend` over a list that is not gathered: `[T, H, D]` in the dtype of `q`; D is a power of two.
@@ -204,8 +214,11 @@ def attend_in_place(
         places: int32 `[T, S]`: of the first W places rows of `own` or of `ring`, of the others rows of `pool`.
         is_own: bool `[T, W]`.
         visible: bool `[T, S]`; what is not may stand anywhere.
+        invariant: a row's bits depend on no other row. With False many rows have the wide cut.
     """
-    return launch(q, own, ring, pool, places, is_own, visible, sink, scale, pdl)
+    is_wide = not invariant and q.shape[0] >= WIDE_ROWS and q.dtype != torch.float32
+    cut = wide_cut(torch.cuda.get_device_capability(q.device)) if is_wide else CUT
+    return launch(q, own, ring, pool, places, is_own, visible, sink, scale, pdl, cut)
 
 
 @attend_in_place.register_fake
@@ -219,6 +232,7 @@ def _(
     visible: Tensor,
     sink: Tensor,
     scale: float,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)

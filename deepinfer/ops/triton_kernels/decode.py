@@ -92,23 +92,40 @@ def fp8_tile(w, s, N16: tl.constexpr, V: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def fp4_tile(w, s, N16: tl.constexpr):
-    """int32 words `[4*N16*32, 4]` (u, rr, n16, g, q), scales `[N16*32]` (bytes u, rr) to an mma.sync operand `[N16*16, 256]`."""
-    raised = (tl.reshape(s, (1, N16 * 32, 1)) >> tl.reshape(tl.arange(0, 4) * 8, (4, 1, 1))) & 0xFF
-    low = raised * 0x01010100 + FP4_TABLE_LOW
-    high = raised * 0x01010101 + FP4_TABLE_HIGH
+def fp4_codes(w, raised):
+    """Words of eight codes to float16 `[*w.shape, 2, 2, 2]` (i, h, jj), given what raises the exponent of the decoder's table."""
     e0, e1, e2, e3, e4, e5, e6, e7 = tl.inline_asm_elementwise(
         FP4_TO_F16,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [tl.reshape(w, (4, N16 * 32, 4)), low, high],
+        [w, raised * 0x01010100 + FP4_TABLE_LOW, raised * 0x01010101 + FP4_TABLE_HIGH],
         dtype=(tl.float16,) * 8,
         is_pure=True,
         pack=1,
     )
-    a = tl.join(tl.join(tl.join(e0, e1), tl.join(e2, e3)), tl.join(tl.join(e4, e5), tl.join(e6, e7)))
+    return tl.join(tl.join(tl.join(e0, e1), tl.join(e2, e3)), tl.join(tl.join(e4, e5), tl.join(e6, e7)))
+
+
+@triton.jit
+def fp4_tile(w, s, N16: tl.constexpr):
+    """int32 words `[4*N16*32, 4]` (u, rr, n16, g, q), scales `[N16*32]` (bytes u, rr) to an mma.sync operand `[N16*16, 256]`."""
+    raised = (tl.reshape(s, (1, N16 * 32, 1)) >> tl.reshape(tl.arange(0, 4) * 8, (4, 1, 1))) & 0xFF
+    a = fp4_codes(tl.reshape(w, (4, N16 * 32, 4)), raised)
     a = tl.reshape(a, (2, 2, N16, 8, 4, 4, 2, 2, 2))  # u rr n16 g q j i h jj
     a = tl.permute(a, (2, 1, 3, 0, 5, 8, 4, 7, 6))  # n16 rr g | u j jj q h i
     return tl.reshape(a, (N16 * 16, 256))
+
+
+@triton.jit
+def fp4_run(w, s, N16: tl.constexpr):
+    """int32 words `[2*N16*32, 4]` (rr, n16, g, q) of 128 channels, scales `[N16*32]` (byte rr) to a wgmma operand.
+
+    The same words as for mma.sync; only the order of channels in the operand differs, as that of the activations does.
+    """
+    raised = (tl.reshape(s, (1, N16 * 32, 1)) >> tl.reshape(tl.arange(0, 2) * 8, (2, 1, 1))) & 0xFF
+    a = fp4_codes(tl.reshape(w, (2, N16 * 32, 4)), raised)
+    a = tl.reshape(a, (2, N16, 8, 4, 4, 2, 2, 2))  # rr n16 g q j i h jj
+    a = tl.permute(a, (1, 0, 2, 4, 7, 6, 3, 5))  # n16 rr g | j jj h q i
+    return tl.reshape(a, (N16 * 16, 128))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ The plain twin is `experts` of `model/plain_forms.py`. Three launches:
 
 A program computes 128 rows of one expert for all its tokens, 8 at a time (mma.sync), so a row's bits do not depend on the batch.
 An expert with more tokens decodes its weights again for each 8. With `split`, such experts go to a second launch that decodes once
-for four tiles of tokens; its registers would cost the common case half its occupancy.
+for four tiles of tokens; its registers would cost the common case half its occupancy. Prompts have `wide_experts.py`.
 
 What stands between up and down is kept as float16 `value * 2^8`, which is exact while |value| < 256: see `packing.hidden_bound`.
 """
@@ -19,10 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.ops.triton_kernels.decode import channel_place, fp4_tile, fp8_code, fp8_scale, power_of_two
+from deepinfer.ops.triton_kernels.decode import fp4_tile
+from deepinfer.ops.triton_kernels.expert_outputs import store_outputs
 from deepinfer.ops.triton_kernels.launch import launch_options
 from deepinfer.ops.triton_kernels.packing import FP4_CHANNELS, FP4_ROWS, FP4_WARPS
 from deepinfer.ops.triton_kernels.routing import LARGE_TILES, Prepared, prepare
+from deepinfer.ops.triton_kernels.wide_experts import MOST_WIDE_PAIRS, fills_wide_tiles, wide_experts
 
 STAGES = 3  # loads in flight; more or fewer measured slower
 SPLIT_TOKENS = 256  # from here on some expert usually has more than 8 tokens
@@ -45,29 +47,11 @@ def finish(
     LIMIT: tl.constexpr,
     UP: tl.constexpr,
     TOPK: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """From float32 sums `[ROWS, 8]` of the tokens at `place` in the order to what is stored."""
+    """Store the sums of the tokens at `place` in the order."""
     is_token = place < end
     pair = tl.load(order_ptr + place, mask=is_token, other=0)
-    acc = acc * power_of_two(exponent)[:, None]
-    if UP:
-        acc = acc * tl.load(factor_ptr + pair // TOPK, mask=is_token, other=0.0)[None, :]
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, 8)), (0, 2, 3, 1)))
-        gate = tl.minimum(gate.to(tl.bfloat16).to(tl.float32), LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up.to(tl.bfloat16).to(tl.float32), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        weight = tl.load(weight_ptr + pair, mask=is_token, other=0.0)
-        hidden = (gate / (1.0 + tl.exp(-gate)) * up) * weight[None, None, :]
-        hidden = tl.reshape(hidden.to(tl.bfloat16).to(tl.float32), (ROWS // 64, 32, 8))
-        scale = fp8_scale(tl.max(tl.abs(hidden), 1))
-        operand = fp8_code(hidden, scale[:, None, :]) * power_of_two(scale + 8)[:, None, :]
-        k = tile * (ROWS // 2) + tl.reshape(tl.arange(0, ROWS // 2), (ROWS // 64, 32, 1))
-        target = y_ptr + tl.reshape(place, (1, 1, 8)) * (N // 2) + channel_place(k, 2)
-        tl.store(target, operand.to(tl.float16), mask=tl.reshape(is_token, (1, 1, 8)))
-    else:
-        # 2^-8: the scale of what stands between.
-        tl.store(y_ptr + pair[None, :] * N + row[:, None], (acc * 0.00390625).to(tl.bfloat16), mask=is_token[None, :])
+    store_outputs(acc, exponent, tile, row, place, is_token, pair, factor_ptr, y_ptr, weight_ptr, N, LIMIT, UP, TOPK, 2)
 
 
 @triton.jit
@@ -129,12 +113,12 @@ def token_pass(
             acc3 = tl.dot(a, tl.load(x3 + step * 256, mask=is3, other=0.0), acc3)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    finish(acc0, exponent, tile, row, place, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
+    finish(acc0, exponent, tile, row, place, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK)
     if TILES >= 2:
-        finish(acc1, exponent, tile, row, place + 8, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
+        finish(acc1, exponent, tile, row, place + 8, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK)
     if TILES == 4:
-        finish(acc2, exponent, tile, row, place + 16, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
-        finish(acc3, exponent, tile, row, place + 24, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK, ROWS)
+        finish(acc2, exponent, tile, row, place + 16, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK)
+        finish(acc3, exponent, tile, row, place + 24, end, factor_ptr, y_ptr, order_ptr, weight_ptr, N, LIMIT, UP, TOPK)
 
 
 @triton.jit
@@ -267,6 +251,7 @@ def fp4_experts(
     down_exponents: Tensor,
     limit: float,
     holds_all: bool = True,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """Output of each pair of token and expert, routing weight applied before w2: bfloat16 `[T, K, D]`.
@@ -277,16 +262,21 @@ def fp4_experts(
         up_*: `packing.pack_fp4` of the interleaved rows of w1 and w3; down_*: of w2.
         limit: of the clamp, above 0; `packing.hidden_bound` of it must not exceed LARGEST_HIDDEN.
         holds_all: no id marks an expert that is not held; with False such pairs give zeros.
+        invariant: a row's bits depend on no other row. With False many tokens go through `wide_experts`.
     """
     up, down = (up_words, up_scales, up_exponents), (down_words, down_scales, down_exponents)
     (t, topk), d = ids.shape, down_words.shape[1] * FP4_ROWS
     pairs, split = t * topk, t >= SPLIT_TOKENS
     if not pairs:
         return x.new_empty(t, topk, d, dtype=torch.bfloat16)
-    if pairs > MOST_PAIRS:
-        pieces = zip(*(tensor.split(MOST_PAIRS // topk) for tensor in (x, ids, weights)), strict=True)
-        return torch.cat([fp4_experts(*piece, *up, *down, limit, holds_all, pdl) for piece in pieces])
+    is_wide = not invariant and fills_wide_tiles(pairs, up_words.shape[0])
+    most = MOST_WIDE_PAIRS if is_wide else MOST_PAIRS
+    if pairs > most:
+        pieces = zip(*(tensor.split(most // topk) for tensor in (x, ids, weights)), strict=True)
+        return torch.cat([fp4_experts(*piece, *up, *down, limit, holds_all, invariant, pdl) for piece in pieces])
     ids, weights = ids.contiguous(), weights.contiguous()
+    if is_wide:
+        return wide_experts(x, ids, weights, up, down, limit, holds_all)
     prepared = prepare(x.contiguous(), ids, up_words.shape[0], split, pdl)
     hidden = torch.empty(pairs, up_words.shape[1] * FP4_ROWS // 2, dtype=torch.float16, device=x.device)
     allocate = torch.empty if holds_all else torch.zeros
@@ -309,6 +299,7 @@ def _(
     down_exponents: Tensor,
     limit: float,
     holds_all: bool = True,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     return x.new_empty(*ids.shape, down_words.shape[1] * FP4_ROWS, dtype=torch.bfloat16)

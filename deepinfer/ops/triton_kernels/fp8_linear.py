@@ -7,7 +7,8 @@ tokens to the float32 sums at the end.
 Few rows would leave most of the GPU idle, so the channels may be split over programs (`split_of`). Their partial sums are added
 in ascending order: with few tokens by the program that arrives last, else by a second kernel, with the same bits.
 
-Bits depend on the weight's shape only, through the split. TOKENS, ROWS and the launch options follow the batch.
+Bits depend on the weight's shape only, through the split; except that calls which need not be batch-invariant split less where
+many tokens make programs enough. TOKENS, ROWS and the launch options follow the batch.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from deepinfer.ops.triton_kernels.packing import FP8_CHANNELS, FP8_ROWS
 ENOUGH_PROGRAMS = 256  # two for each of an H200's 132 processors
 LEAST_RUNS = 5  # of 128 channels in a split: shorter ones do not pay for their partial sums
 LAST_ARRIVAL_TOKENS = 16  # up to here the last program adds the partial sums
+MOST_TOKENS = 128  # of a program
 LARGEST_INDEX = 2**31
 
 
@@ -46,12 +48,12 @@ def tiling_of(t: int, n: int) -> Tiling:
         return Tiling(32, 64, 2, 4, 3)
     if t <= 64:
         return Tiling(64, 128, 2, 8, 3) if n >= 16384 and n % 128 == 0 else Tiling(64, 64, 2, 4, 3)
-    return Tiling(128, 128, 1, 8, 4) if n % 128 == 0 else Tiling(128, 64, 1, 4, 4)
+    return Tiling(MOST_TOKENS, 128, 1, 8, 4) if n % 128 == 0 else Tiling(MOST_TOKENS, 64, 1, 4, 4)
 
 
-def split_of(n: int, k: int) -> int:
-    """Into how many parts the channels of an `[n, k]` matrix are split. Decides bits, so it knows no batch."""
-    runs, tiles = k // FP8_CHANNELS, n // FP8_ROWS
+def split_of(n: int, k: int, token_tiles: int = 1) -> int:
+    """Into how many parts the channels of an `[n, k]` matrix are split. Decides bits: batch-invariant calls have one token tile."""
+    runs, tiles = k // FP8_CHANNELS, n // FP8_ROWS * token_tiles
     splits = [s for s in range(1, runs + 1) if runs % s == 0 and (s == 1 or runs // s >= LEAST_RUNS)]
     return next((s for s in splits if tiles * s >= ENOUGH_PROGRAMS), splits[-1])
 
@@ -160,6 +162,7 @@ def launch(
     exponents: Tensor,
     arrivals: Tensor,
     group_rows: int,
+    invariant: bool,
     pdl: bool,
     tiling: Tiling | None = None,
     split: int | None = None,
@@ -170,7 +173,7 @@ def launch(
     """
     m, n, k = x.shape[0], words.shape[0] * FP8_ROWS, words.shape[1] * 64
     cut = tiling or tiling_of(m, group_rows or n)
-    split = split or split_of(n, k)
+    split = split or split_of(n, k, 1 if invariant else triton.cdiv(m, MOST_TOKENS))
     if split * m * n >= LARGEST_INDEX or x.numel() >= LARGEST_INDEX:
         raise ShapeError(f"a product of {m} tokens with {n} x {k} weights is too large for one call; give it in parts")
     if not m:
@@ -217,7 +220,14 @@ def new_arrivals(n: int, device: torch.device) -> Tensor:
 # `arrivals` is written but holds zeros before and after each call, so callers may take it for a constant.
 @torch.library.custom_op("deepinfer::fp8_linear", mutates_args=(), device_types="cuda")
 def fp8_linear(
-    x16: Tensor, factor: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, arrivals: Tensor, pdl: bool = True
+    x16: Tensor,
+    factor: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    arrivals: Tensor,
+    invariant: bool = True,
+    pdl: bool = True,
 ) -> Tensor:
     """`x W^T` in bfloat16 `[T, N]`.
 
@@ -225,18 +235,35 @@ def fp8_linear(
         x16, factor: activations from `quantize_activations(x, WGMMA)`.
         words, scales, exponents: `packing.pack_fp8(...)`.
         arrivals: `new_arrivals(N)`; calls that may run at the same time need one each.
+        invariant: a row's bits depend on no other row.
     """
-    return launch(x16, factor, words, scales, exponents, arrivals, 0, pdl)
+    return launch(x16, factor, words, scales, exponents, arrivals, 0, invariant, pdl)
 
 
 @fp8_linear.register_fake
-def _(x16: Tensor, factor: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, arrivals: Tensor, pdl: bool = True) -> Tensor:
+def _(
+    x16: Tensor,
+    factor: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    arrivals: Tensor,
+    invariant: bool = True,
+    pdl: bool = True,
+) -> Tensor:
     return x16.new_empty(x16.shape[0], words.shape[0] * FP8_ROWS, dtype=torch.bfloat16)
 
 
 @torch.library.custom_op("deepinfer::fp8_linear_bf16", mutates_args=(), device_types="cuda")
 def fp8_linear_bf16(
-    x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, arrivals: Tensor, groups: int, pdl: bool = True
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    arrivals: Tensor,
+    groups: int,
+    invariant: bool = True,
+    pdl: bool = True,
 ) -> Tensor:
     """Group g of the input times rows `[g R, (g + 1) R)` of W, activations not rounded: bfloat16 `[T, N]`.
 
@@ -245,9 +272,18 @@ def fp8_linear_bf16(
         words, scales, exponents: `packing.pack_fp8(..., bf16=True)`.
     """
     n = words.shape[0] * FP8_ROWS
-    return launch(x.contiguous(), None, words, scales, exponents, arrivals, n // groups if groups > 1 else 0, pdl)
+    return launch(x.contiguous(), None, words, scales, exponents, arrivals, n // groups if groups > 1 else 0, invariant, pdl)
 
 
 @fp8_linear_bf16.register_fake
-def _(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, arrivals: Tensor, groups: int, pdl: bool = True) -> Tensor:
+def _(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    arrivals: Tensor,
+    groups: int,
+    invariant: bool = True,
+    pdl: bool = True,
+) -> Tensor:
     return x.new_empty(x.shape[0], words.shape[0] * FP8_ROWS, dtype=torch.bfloat16)

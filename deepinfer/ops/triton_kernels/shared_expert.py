@@ -91,6 +91,7 @@ def shared_expert(
     up_first: int,
     width: int,
     limit: float,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """`w2(swiglu(w1 x, w3 x))` in bfloat16 `[T, N]`, being computed beside the current stream: for `combine_with_shared` alone.
@@ -100,14 +101,15 @@ def shared_expert(
         up_*: `packing.pack_fp8` of w1 and w3 behind each other, w3 from row `up_first` on; down_*: of w2.
         width: rows of w1 and of w3 that are not padding.
         limit: of the clamp; 0 means none.
+        invariant: see `fp8_linear`.
     """
     if not x.shape[0]:
         return x.new_empty(0, down_words.shape[0] * FP8_ROWS, dtype=torch.bfloat16)
     with beside(x.device) if x.shape[0] <= MOST_BESIDE else nullcontext():
         # The first launch of a branch begins when the kernels in front of the fork have ended.
-        up = fp8_linear.launch(*quantize(x, WGMMA, False), up_words, up_scales, up_exponents, up_arrivals, 0, pdl)
+        up = fp8_linear.launch(*quantize(x, WGMMA, False), up_words, up_scales, up_exponents, up_arrivals, 0, invariant, pdl)
         hidden = swiglu_quantize(up, up_first, width, down_words.shape[1] * 64, limit, pdl)
-        return fp8_linear.launch(*hidden, down_words, down_scales, down_exponents, down_arrivals, 0, pdl)
+        return fp8_linear.launch(*hidden, down_words, down_scales, down_exponents, down_arrivals, 0, invariant, pdl)
 
 
 @shared_expert.register_fake
@@ -124,6 +126,7 @@ def _(
     up_first: int,
     width: int,
     limit: float,
+    invariant: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     return x.new_empty(x.shape[0], down_words.shape[0] * FP8_ROWS, dtype=torch.bfloat16)
