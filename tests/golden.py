@@ -187,7 +187,7 @@ def _score_of_choice(scores: Tensor, chosen: Tensor) -> Tensor:
 
 def chosen_mask(selected: Tensor, width: int) -> Tensor:
     """Entry ids, -1 for none, as a mask over `width` entries."""
-    mask = torch.zeros(*selected.shape[:-1], width + 1, dtype=torch.bool)
+    mask = torch.zeros(*selected.shape[:-1], width + 1, dtype=torch.bool, device=selected.device)
     return mask.scatter(-1, selected.long().masked_fill(selected < 0, width), True)[..., :width]
 
 

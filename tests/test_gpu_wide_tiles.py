@@ -1,16 +1,11 @@
 """What many rows go through where bits may depend on their number: other tiles of experts, attention and linears, on a GPU."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.model.compiled import compile_function
-from deepinfer.model.numerics import reference_ops, triton_ops
 from deepinfer.ops.attend import attend
-from deepinfer.presets import random_model
-from tests.kernels import check_kernel, packable_config, random_activations
+from tests.kernels import check_kernel
 from tests.test_gpu_kernels import LINEARS, NUM_EXPERTS, Routed, experts_case, linear_case, pytestmark, routed
 
 __all__ = ["pytestmark"]
@@ -90,20 +85,3 @@ def test_wide_attention_agrees_with_its_plain_twin(rows: int, heads: int, entrie
     assert not observed[2].any()
     for _ in range(20):
         assert torch.equal(run(False), observed)
-
-
-def every_form() -> dict[str, Callable[[Tensor], Tensor]]:
-    forms = {"plain": reference_ops(), "wide": triton_ops(), "invariant": triton_ops(batch_invariant=True)}
-    return {name: random_model(packable_config(), device="cuda", ops=ops).layers[0].ffn for name, ops in forms.items()}
-
-
-@torch.no_grad()
-def test_a_model_uses_wide_tiles_unless_it_is_batch_invariant() -> None:
-    forms, x = every_form(), random_activations(MANY, 256, "cuda")
-    expected = forms["plain"](x)
-    for name in ("wide", "invariant"):
-        check_kernel(forms[name](x), expected, "expert kernel", name)
-        torch.compiler.reset()
-        assert torch.equal(compile_function(forms[name])(x), forms[name](x)), name
-    assert torch.equal(forms["invariant"](x)[:20], forms["invariant"](x[:20]))
-    assert not torch.equal(forms["wide"](x), forms["invariant"](x))

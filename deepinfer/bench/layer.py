@@ -23,7 +23,7 @@ from deepinfer.engine_config import EngineConfig
 
 # First match decides. The first part of a name is our operation, the rest is how a kernel of it begins.
 KERNELS = (
-    (EXPERTS, r"(fp4|block_scaled)_experts_kernel|prepare_kernel|combine_kernel"),
+    (EXPERTS, r"(fp4|wide|block_scaled)_experts_kernel|prepare_kernel|combine_kernel"),
     (FP8, r"(fp8|block_scaled)_linear_kernel|add_parts_kernel"),
     ("quantise", r"(norm_|swiglu_)?quantize(_codes)?_kernel"),
     (BF16, r"bf16_kernel|parts_kernel|add_kernel"),

@@ -19,8 +19,9 @@ COMPUTE, COPY = "compute", "copy"  # stream names: the model and the sampler; de
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 WARM_UP_RUNS = 2  # before a capture, so that lazy initialisation is over
-# While a thread captures, no other thread of the process may capture or wait for the whole device; the driver refuses.
-CAPTURING = threading.Lock()
+# What one thread of a process does at a time. Compilers trace with state of the whole process, so no other thread may call compiled
+# code meanwhile; and while a thread captures, the driver refuses others that capture or wait for the whole device.
+ALONE = threading.RLock()
 POLL_S = 2e-5  # between two looks at an event; each look yields to other coroutines
 
 Thunk = Callable[[], None]
@@ -137,7 +138,7 @@ class AcceleratorDevice:
 
     def close(self) -> None:
         if self.torch_device.type == "cuda":
-            with CAPTURING:
+            with ALONE:
                 torch.cuda.synchronize(self.torch_device)
                 # One workspace for each thread and stream that multiplied; nothing else returns it.
                 torch._C._cuda_clearCublasWorkspaces()
@@ -157,7 +158,7 @@ class AcceleratorDevice:
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time, so they share their working memory.
         self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
-        with CAPTURING:
+        with ALONE:
             # The libraries then take their working memory from the graphs', which lives as long as those do.
             torch._C._cuda_clearCublasWorkspaces()
             # Other threads may launch and allocate meanwhile.

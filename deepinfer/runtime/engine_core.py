@@ -359,7 +359,8 @@ def warm_up(worker: Worker, in_group: bool) -> None:
             yield
             bar.update()
 
-        worker.warm_up(progress, in_group)
+        with worker.alone:
+            worker.warm_up(progress, in_group)
 
 
 def decode_buckets(model: Transformer, config: EngineConfig, device: Device) -> tuple[int, ...]:

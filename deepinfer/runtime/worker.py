@@ -5,7 +5,8 @@ wrote, on the device, so it can be submitted before the host has seen step N's t
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from deepinfer.model.cache import CacheSizes
 from deepinfer.model.compiled import LEAST_ROWS, exchanging, is_compiled
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.constraints import UNCONSTRAINED, SamplerInputs
-from deepinfer.runtime.device import COMPUTE, COPY, Device
+from deepinfer.runtime.device import ALONE, COMPUTE, COPY, Device
 from deepinfer.runtime.grammar_masks import has_grammar
 from deepinfer.runtime.host_memory import HostMemory
 from deepinfer.runtime.observations import StepObservations, recorded_experts, stage_observations, with_observations
@@ -69,6 +70,8 @@ class Worker:
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.num_drafts = model, sizes, device, num_speculative_tokens
+        # Engines of one process take turns at code that may be compiled; a group's ranks wait for each other inside it.
+        self.alone: AbstractContextManager[Any] = ALONE if is_compiled(model) and not exchanging(model) else nullcontext()
         self.shapes = StepShapes(
             decode_buckets,
             num_speculative_tokens,
@@ -118,7 +121,8 @@ class Worker:
 
         places = cache_places(plan) if self.device.checks_accesses else []
         reads = [metadata, *([before] if before else [])]
-        self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *watched(observed), *places])
+        with self.alone:
+            self.device.launch(COMPUTE, forward, reads=reads, writes=[outputs, box, self.cache, *watched(observed), *places])
         return WorkerStepState(
             plan=plan,
             metadata=metadata,
@@ -253,13 +257,15 @@ class Worker:
         # Where a graph draws, each step draws to the same place: the host has read the last one's tokens by now.
         drawn, host = "drawn", ("host", state.plan.step_seq)
         seen = watched(state.observed)
-        self.device.launch(COMPUTE, sampler, reads=reads, writes=[state.outputs, box, drawn, *seen])
+        with self.alone:
+            self.device.launch(COMPUTE, sampler, reads=reads, writes=[state.outputs, box, drawn, *seen])
         self.device.wait(COPY, self.device.record(COMPUTE))
         self.device.launch(COPY, copy, reads=[drawn, *seen], writes=[host])
         box.copied = self.device.record(COPY)
         if state.plan.proposes:
             # Behind the copy's event: nobody waits for drafts on the host.
-            self.device.launch(COMPUTE, draft, reads=[box, self.cache], writes=[state.outputs])
+            with self.alone:
+                self.device.launch(COMPUTE, draft, reads=[box, self.cache], writes=[state.outputs])
             if has_grammar(state.plan):
                 self._submit_drafts_copy(state)
 

@@ -6,10 +6,12 @@ between the model and the kernels (`tests/kernel_stand_ins.py`). Needs triton to
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer.config import ModelConfig
 from deepinfer.model.attention import Attention
@@ -146,3 +148,28 @@ def test_the_compiler_begins_forks_before_what_they_run_beside() -> None:
     begin, collapse, *others, end = re.findall(r"= torch\.ops\.deepinfer\.(\w+)", code)
     assert (begin, collapse, end) == ("hyper_mix", "collapse_norm", "spread")
     assert others == ["shared_expert", "float32_linear", "route", "fp4_experts", "combine_with_shared"]
+
+
+class Invariances(TorchDispatchMode):
+    """What each of our operations that can promise it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, set[bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.name == "invariant":
+                value = args[place] if place < len(args) else (kwargs or {}).get("invariant", argument.default_value)
+                self.asked.setdefault(func._schema.name.split("::")[1], set()).add(value)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_only_batch_invariant_arithmetic_asks_for_rows_that_do_not_depend_on_others(batch_invariant: bool) -> None:
+    model = random_model(packable_config(), device="cpu", ops=triton_ops(batch_invariant=batch_invariant))
+    with Invariances() as found:
+        model(IDS)
+    operations = ("attend_in_place", "fp4_experts", "fp8_linear", "fp8_linear_bf16", "shared_expert")
+    assert found.asked == {name: {batch_invariant} for name in operations}
