@@ -9,9 +9,9 @@ from deepinfer.model.hyper_connection import first_stream
 from deepinfer.model.indexer import Shared
 from deepinfer.model.transformer import Transformer
 from tests.golden import Session, choosing_as_recorded, observing, recorded
+from tests.tolerances import tolerance
 
-# Two steps of bfloat16 relative to the row's largest value: where another library sums, last bits decide roundings.
-TWO_STEPS = 2.0**-6
+MOST_TIPPED_ROWS = 0.02  # share of rows further away than most may be
 PARTS = ("engram_out", "attn_out", "ffn_out", "out")
 
 
@@ -58,12 +58,16 @@ def drive_layers(case: str, model: Transformer) -> Layered:
 
 def far_layers(case: str, driven: Layered, part: str) -> list[str]:
     """Layers whose output is further from the recorded one than other sums explain, in rows with the recorded choices."""
-    recording, wrong = recorded(case, "native"), []
+    of_any, of_most = (tolerance(f"{rows} of a layer", "native, other sums").largest for rows in ("any row", "most rows"))
+    assert of_any is not None
+    recording, wrong, tipped = recorded(case, "native"), [], []
     for name in (name for name in driven.observed if name.endswith(f".{part}")):
         expected = recording[f"prefill.{name}"].flatten(0, 1).double()
         same = driven.same_choices[int(name.split(".")[1])].cpu()
         distance = (driven.observed[name].cpu().double() - expected).flatten(1).abs().amax(dim=1)
         relative = (distance / expected.flatten(1).abs().amax(dim=1))[same]
-        if not float(relative.max()) <= TWO_STEPS:
+        tipped.append(~(relative <= of_most))
+        if not float(relative.max()) <= of_any:
             wrong.append(f"{name}: off by {float(relative.max()):.4f} of the row's largest value")
-    return wrong
+    share = float(torch.cat(tipped).double().mean()) if tipped else 0.0
+    return wrong if share <= MOST_TIPPED_ROWS else [*wrong, f"{part}: {share:.3f} of all rows are off by more than {of_most}"]

@@ -78,8 +78,9 @@ class SteadyDecode:
             num_blocks=blocks,
             num_speculative_tokens=num_drafts,
         )
-        self.worker = Worker(model, sizes, device, buckets, num_drafts)
-        self.scheduler = Scheduler(limits, DraftBudget(num_drafts) if num_drafts and is_adaptive else None)
+        chooses = num_drafts > 0 and is_adaptive
+        self.worker = Worker(model, sizes, device, buckets, num_drafts, chooses_drafts=chooses)
+        self.scheduler = Scheduler(limits, DraftBudget(num_drafts) if chooses else None)
         self.loop = StepLoop(self.scheduler, self.worker, depth, self._callbacks, self.tracer.span)
         if context is not None:
             fill_with_noise(self.worker.cache, model)

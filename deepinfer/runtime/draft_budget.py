@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from deepinfer.runtime.plan import SchedulerOutputs, StepKind
 
+TRIAL_AFTER = 8  # steps of about one batch size before others are tried: batches that shrink at their end pass quickly
 TRIAL_STEPS = 3  # measured steps that make a time known
 KEPT_TIMES = 5  # of which the median counts: a first step of a new shape may take seconds
 REVIEW_STEPS = 8  # decisions between two comparisons of budgets
@@ -34,18 +35,23 @@ class _Times:
     reviewed_at: int = -REVIEW_STEPS
 
 
+def draft_counts(most: int) -> tuple[int, ...]:
+    """The numbers of drafts for each sequence among which a budget chooses, ascending: few, because each is a shape to capture."""
+    return tuple(sorted({0, (most + 1) // 2, most}))
+
+
 class DraftBudget:
     """Chooses the drafts for each sequence, on average over a step, that promise the most tokens a second.
 
-    Writes nothing but its own measurements. Every batch size up to the next power of two is measured for itself, at no drafts, all
-    `num_drafts` and half of them; what lies between is interpolated.
+    Writes nothing but its own measurements. Every batch size up to the next power of two is measured for itself; one that is new
+    begins with what the last one used.
     """
 
     def __init__(self, num_drafts: int) -> None:
-        self.num_drafts = num_drafts
-        self.probes = sorted({0, (num_drafts + 1) // 2, num_drafts}, reverse=True)
+        self.counts, self.num_drafts = draft_counts(num_drafts), num_drafts
         self._times: dict[int, _Times] = {}
         self._decisions = 0
+        self._last_batch, self._last_each, self._steady_since = -1, num_drafts, 0
         self._trial: tuple[int, int, int] | None = None  # batch class, drafts, decision at which it began
         self._last_shape: tuple[int, int, bool] | None = None
         # Accepted drafts over what their confidences promised, decaying.
@@ -61,7 +67,8 @@ class DraftBudget:
         self._accepted = CALIBRATION_DECAY * self._accepted + accepted
         self._promised = CALIBRATION_DECAY * self._promised + promised
         count = len(plan.sequences)
-        each = -(-plan.draft_rows // max(count, 1))
+        # The number whose shape the step had.
+        each = next(each for each in self.counts if each * count >= plan.draft_rows)
         shape = (_batch_class(count), each, plan.proposes)
         is_steady = plan.kind is StepKind.DECODE and plan.proposes == (each > 0) and shape == self._last_shape
         self._last_shape = shape
@@ -80,28 +87,36 @@ class DraftBudget:
         """Draft rows for each sequence of the next step, given what is known of each sequence's drafts."""
         self._decisions += 1
         batch = _batch_class(len(survivals))
-        times = self._times.setdefault(batch, _Times(each=self.num_drafts))
+        if batch != self._last_batch:
+            self._last_batch, self._steady_since = batch, self._decisions
+        times = self._times.setdefault(batch, _Times(each=self._last_each))
         if self._trial is not None and (self._trial[0] != batch or self._decisions - self._trial[2] > TRIAL_PATIENCE):
             times.measured_at.setdefault(self._trial[1], self._decisions)
             self._trial = None
-        if self._trial is None and (stale := self._stale_probe(times)) is not None:
+        is_steady = self._decisions - self._steady_since >= TRIAL_AFTER
+        if is_steady and self._trial is None and (stale := self._stale_count(times)) is not None:
             self._trial = (batch, stale, self._decisions)
             times.seconds.pop(stale, None)
         if self._trial is not None:
             return self._trial[1]
         if self._decisions - times.reviewed_at >= REVIEW_STEPS:
             times.reviewed_at, times.each = self._decisions, self._best(times, survivals)
+        self._last_each = times.each
         return times.each
 
-    def _stale_probe(self, times: _Times) -> int | None:
-        """A budget to measure: one never measured, or not for long."""
-        for each in self.probes:
+    def _stale_count(self, times: _Times) -> int | None:
+        """A number to measure: one never measured, or not for long."""
+        for each in reversed(self.counts):
             if self._decisions - times.measured_at.get(each, -REFRESH_STEPS) >= REFRESH_STEPS:
                 return each
         return None
 
     def _best(self, times: _Times, survivals: list[tuple[float, ...]]) -> int:
-        rates = {each: self._tokens(survivals, each) / self._seconds(times, each) for each in range(self.num_drafts + 1)}
+        """Among the numbers that have been measured."""
+        seconds = {each: statistics.median(found) for each, found in times.seconds.items() if found}
+        rates = {each: self._tokens(survivals, each) / seconds[each] for each in seconds}
+        if times.each not in rates:
+            return times.each
         best = max(rates, key=lambda each: (rates[each], -each))
         return best if rates[best] > MIN_GAIN * rates[times.each] else times.each
 
@@ -110,17 +125,6 @@ class DraftBudget:
         prior = tuple(PRIOR_SURVIVAL**i for i in range(1, self.num_drafts + 1))
         chances = sorted((chance for survival in survivals for chance in survival or prior), reverse=True)
         return len(survivals) + self._accepted / self._promised * sum(chances[: each * len(survivals)])
-
-    def _seconds(self, times: _Times, each: int) -> float:
-        """Time of a step, interpolated between the budgets that have been measured."""
-        known = sorted((e, statistics.median(s)) for e, s in times.seconds.items() if s)
-        below = [point for point in known if point[0] <= each]
-        above = [point for point in known if point[0] >= each]
-        if not below or not above:
-            # Nothing to compare with: a step is a step.
-            return (below[-1] if below else above[0])[1] if known else 1.0
-        (low, low_s), (high, high_s) = below[-1], above[0]
-        return low_s if low == high else low_s + (high_s - low_s) * (each - low) / (high - low)
 
 
 def _batch_class(count: int) -> int:

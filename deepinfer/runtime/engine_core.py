@@ -349,7 +349,8 @@ def num_drafts(model: Transformer, config: EngineConfig) -> int:
 
 def warm_up(worker: Worker, in_group: bool) -> None:
     """Compile and capture before the first request, with a bar that says what is being done."""
-    count = len(worker.shapes.buckets) * (3 if worker.num_drafts else 1) + 1
+    drafts = (1 if in_group else len(worker.shapes.draft_counts)) + (worker.num_drafts > 0)
+    count = len(worker.shapes.buckets) * drafts + 1
     count += len(SHORT_PREFILLS) * worker.shapes.fixes_prefills
     with tqdm(total=count, unit="shape", desc="warming up") as bar:
 
@@ -385,7 +386,8 @@ def _open_worker(model: Transformer, limits: SchedulerLimits, device: Device, co
         num_slots=limits.num_slots, num_blocks=limits.num_blocks, block_size=limits.block_size, max_backtrack=max_backtrack(limits)
     )
     try:
-        return Worker(model, sizes, device, buckets, drafts, config.spec_verification, num_host_blocks(config))
+        chooses = drafts > 0 and config.adaptive_verification
+        return Worker(model, sizes, device, buckets, drafts, config.spec_verification, num_host_blocks(config), chooses)
     # Out of memory is a RuntimeError of many texts: too large to allocate, to address, or to count.
     except RuntimeError as error:
         raise CapacityError(

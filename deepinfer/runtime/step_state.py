@@ -27,13 +27,14 @@ FORWARD_INPUTS = ("token_ids", "token_starts", "starts", "q_lens", "max_drafts",
 class PaddedShape(NamedTuple):
     """The fixed shape of a step that a graph can replay: row groups, rows, and blocks of the longest sequence.
 
-    `is_even`: every rank of a group runs it.
+    `is_even`: every rank of a group runs it. `splits_drafts`: see `SequenceMetadata`; it is in the graph.
     """
 
     groups: int
     rows: int
     table_width: int
     is_even: bool = False
+    splits_drafts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,8 +145,7 @@ def stage_metadata(plan: SchedulerOutputs, block_size: int, padded: PaddedShape 
         sample_groups=torch.tensor(sampling, dtype=torch.int64),
         num_rows=num_rows,
         num_logits=len(sampling) + plan.draft_rows,
-        # Not a matter of this rank alone where all replay the same graph.
-        splits_drafts=is_even or plan.draft_rows < sum(seq.n_drafts for seq in sequences),
+        splits_drafts=(padded is not None and padded.splits_drafts) or plan.draft_rows < sum(seq.n_drafts for seq in sequences),
         block_size=block_size,
         is_even=is_even,
         replay=stage_replay(plan, len(sequences) + pad, num_rows),

@@ -25,7 +25,7 @@ from deepinfer.runtime.staging import host_copy
 from deepinfer.runtime.static_decode import StaticDecode
 from deepinfer.runtime.static_prefill import StaticPrefill
 from deepinfer.runtime.step_sampler import StepSampler
-from deepinfer.runtime.step_shapes import SHORT_PREFILLS, StepShapes, decode_shape
+from deepinfer.runtime.step_shapes import SHORT_PREFILLS, StepShapes
 from deepinfer.runtime.step_state import (
     DeviceOutputs,
     LogitRows,
@@ -54,8 +54,10 @@ def watched(observed: StepObservations | None) -> list[StepObservations]:
 class Worker:
     """Owns the model, its cache and the device; single writer of all of them.
 
-    `decode_buckets`: row group counts that decode steps are padded to, ascending; empty pads nothing. `verification` is a name in
-    `VERIFICATIONS`.
+    Args:
+        decode_buckets: row group counts that decode steps are padded to, ascending; empty pads nothing.
+        verification: a name in `VERIFICATIONS`.
+        chooses_drafts: whether steps come from a scheduler with a `DraftBudget`.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Worker:
         num_speculative_tokens: int = 0,
         verification: str = "match",
         num_host_blocks: int = 0,
+        chooses_drafts: bool = False,
     ) -> None:
         assert sizes.max_backtrack >= num_speculative_tokens
         self.model, self.sizes, self.device, self.num_drafts = model, sizes, device, num_speculative_tokens
@@ -76,6 +79,7 @@ class Worker:
             decode_buckets,
             num_speculative_tokens,
             sizes.block_size,
+            chooses_drafts=chooses_drafts,
             # An exchange between processes looks at numbers of rows, which no graph can.
             fixes_prefills=bool(decode_buckets) and not exchanging(model),
             pads_every_step=is_compiled(model),
@@ -205,12 +209,13 @@ class Worker:
         if self.shapes.fixes_prefills:
             for rows in SHORT_PREFILLS:
                 with progress(f"prefill, up to {rows} rows"):
-                    shape = decode_shape(self.shapes.buckets[0], 0, 1)._replace(rows=rows)
+                    shape = self.shapes.fixed(self.shapes.buckets[0], 0, 1)._replace(rows=rows)
                     self._static_prefill(stage_metadata(idle, block_size, shape))
         for groups in self.shapes.buckets:
-            for each in (self.num_drafts,) if in_group else sorted({0, self.num_drafts}):
+            for each in (self.num_drafts,) if in_group else self.shapes.draft_counts:
                 with progress(f"decode, {groups} sequences, {each} drafts"):
-                    decode = self._static_decode(stage_metadata(idle, block_size, decode_shape(groups, each, 1, is_even=in_group)))
+                    shape = self.shapes.fixed(groups, each, 1, is_even=in_group)
+                    decode = self._static_decode(stage_metadata(idle, block_size, shape))
                     # A capture computes nothing, and the sampler's own begins with real runs over these rows.
                     decode.replay()
                     self.sampler.warm_up(decode)

@@ -135,7 +135,8 @@ class Harness:
             block_size=BLOCK_SIZE,
             max_backtrack=settings.max_backtrack(limits),
         )
-        self.worker = Worker(model, sizes, device, decode_buckets, num_speculative_tokens, verification, num_host_blocks)
+        chooses, drafts = draft_budget is not None, num_speculative_tokens
+        self.worker = Worker(model, sizes, device, decode_buckets, drafts, verification, num_host_blocks, chooses)
         for tensor in self.worker.cache.tensors():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))

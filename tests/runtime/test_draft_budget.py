@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deepinfer.runtime.draft_budget import REFRESH_STEPS, TRIAL_STEPS, DraftBudget
+from deepinfer.runtime.draft_budget import REFRESH_STEPS, TRIAL_AFTER, TRIAL_STEPS, DraftBudget, draft_counts
 from deepinfer.runtime.plan import SchedulerOutputs, SequencePlan, StepKind
 
 K = 5
@@ -55,14 +55,31 @@ def test_saturation_ends_drafting(batch: int, survival: tuple[float, ...]) -> No
     assert set(run(DraftBudget(K), batch, survival, dear, 120)[60:]) == {0}
 
 
-def test_between_the_two_it_takes_the_best_number() -> None:
+def test_between_the_two_it_takes_the_best_of_its_numbers() -> None:
     def step_time(each: int) -> float:
         return 1.0 + 0.25 * each
 
-    survival = (0.9, 0.7, 0.2, 0.1, 0.05)
-    rates = [(1 + sum(survival[:each])) / step_time(each) for each in range(K + 1)]
-    assert rates.index(max(rates)) == 2
-    assert set(run(DraftBudget(K), 8, survival, step_time, 200)[100:]) == {2}
+    survival = (0.9, 0.7, 0.4, 0.1, 0.05)
+    rates = {each: (1 + sum(survival[:each])) / step_time(each) for each in draft_counts(K)}
+    assert max(rates, key=lambda each: rates[each]) == 3
+    assert set(run(DraftBudget(K), 8, survival, step_time, 200)[100:]) == {3}
+
+
+@pytest.mark.parametrize(("step_time", "expected"), [(free, K), (dear, 0)])
+def test_batches_that_shrink_quickly_are_no_time_for_trials(step_time: StepTime, expected: int) -> None:
+    budget = DraftBudget(K)
+    run(budget, 16, LIKELY, step_time, 60)
+    for batch in (8, 4, 2, 1):
+        assert set(run(budget, batch, LIKELY, step_time, TRIAL_AFTER)) == {expected}, batch
+    # One that lasts is measured.
+    assert set(run(budget, 8, LIKELY, step_time, 60)) > {expected}
+
+
+@pytest.mark.parametrize("most", range(6))
+def test_none_and_all_drafts_are_among_the_numbers(most: int) -> None:
+    counts = draft_counts(most)
+    assert (counts[0], counts[-1]) == (0, most)
+    assert list(counts) == sorted(set(counts))
 
 
 def test_confidence_that_promises_too_much_is_corrected() -> None:

@@ -1,9 +1,11 @@
 """The host's part of a decode step: how few launches it takes, and that replaying them changes no token."""
 
 import asyncio
+import itertools
 from collections import Counter
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from deepinfer.checkpoint.load import load_model
 from deepinfer.model.numerics import reference_ops
 from deepinfer.model.transformer import Transformer
 from deepinfer.runtime.device import Device, InlineDevice
+from deepinfer.runtime.draft_budget import DraftBudget
 from deepinfer.runtime.step_sampler import StepSampler
 from deepinfer.sampling_params import SamplingParams
 from tests.parallel.in_process import CapturingDevice, LateCapturingDevice
@@ -42,9 +45,9 @@ def static_model() -> Transformer:
     return load_model(GOLDEN / "bf16_full", "float32", "cpu", ops=ops)
 
 
-def open_harness(device: Device, drafts: int, buckets: tuple[int, ...] = BUCKETS) -> Harness:
+def open_harness(device: Device, drafts: int, buckets: tuple[int, ...] = BUCKETS, **options: Any) -> Harness:
     sizes = {"num_blocks": 300, "max_num_seqs": 16, "model": static_model()}
-    return Harness(device, depth=1, decode_buckets=buckets, num_speculative_tokens=drafts, **sizes)
+    return Harness(device, depth=1, decode_buckets=buckets, num_speculative_tokens=drafts, **sizes, **options)
 
 
 def launches(params: SamplingParams, drafts: int, batch: int = 1) -> Counter[str]:
@@ -105,18 +108,24 @@ def test_steps_of_mixed_kinds_give_the_outcome_without_graphs(drafts: int) -> No
     assert outcomes(CapturingDevice(), drafts, BUCKETS, kinds) == outcomes(InlineDevice(), drafts, (), kinds)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_a_warm_up_captures_what_greedy_steps_need(drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "chooses"), [(0, False), (3, False), (2, True), (3, True)])
+def test_a_warm_up_captures_what_greedy_steps_need(drafts: int, chooses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are captured one behind the other there, and a capture leaves nonsense."""
-    device = CapturingDevice()
-    harness = open_harness(device, drafts)
+    device, budget = CapturingDevice(), DraftBudget(drafts) if chooses else None
+    monkeypatch.setattr("deepinfer.runtime.draft_budget.TRIAL_AFTER", 1)
+    monkeypatch.setattr("deepinfer.runtime.draft_budget.TRIAL_STEPS", 1)
+    times = itertools.count()
+    harness = open_harness(device, drafts, draft_budget=budget, clock=lambda: float(next(times)))
     harness.worker.warm_up(lambda what: nullcontext())
     # Prefills of several sequences are captured when they are first needed.
     captured = len(device.graphs) - len(harness.worker._static_prefills)
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    for index in range(3):
+    # Requests that end one after the other, in the middle of a group of drafts; longer ones would need a wider table.
+    kinds = [SamplingParams(max_tokens=17 - 3 * index, temperature=0, ignore_eos=True) for index in range(3)]
+    for index, params in enumerate(kinds):
         harness.add(make_request(str(index), PROMPTS[index], params))
     harness.run()
-    assert [harness.outcome(sequence) for sequence in harness.sequences] == [reference_outcome(p, params) for p in PROMPTS[:3]]
-    # The last steps of a request have fewer drafts, which is another shape.
-    assert drafts or len(device.graphs) - len(harness.worker._static_prefills) == captured
+    expected = [reference_outcome(prompt, params) for prompt, params in zip(PROMPTS, kinds, strict=False)]
+    assert [harness.outcome(sequence) for sequence in harness.sequences] == expected
+    assert len(device.graphs) - len(harness.worker._static_prefills) == captured
+    if budget is not None:
+        assert len(next(iter(budget._times.values())).seconds) > 1, "nothing was tried"
