@@ -21,8 +21,9 @@ class Backend(NamedTuple):
 def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
     """The back end that `compile` and `kernels` ask for.
 
-    "auto" is plain: the compiled reading has to be asked for with `compile=True`, and then "auto" takes the fastest kernels that
-    the device has. Only `native` arithmetic has fast forms of its own.
+    "auto" takes the Triton kernels, compiled, where the device has them, and the plain definitions elsewhere; with `compile=True`
+    what Inductor makes of the operations. Only `native` arithmetic has kernels. In a group of processes, whose kernels no two GPUs
+    have run yet, it takes them with `compile=True` only.
 
     Raises: ConfigError for what this device or this combination cannot do.
     """
@@ -30,8 +31,9 @@ def choose_backend(config: EngineConfig, device: torch.device) -> Backend:
     obstacle = device_obstacle(device)
     kernels = config.kernels
     if kernels == "auto":
-        fastest = "triton" if is_fast and obstacle is None else "inductor"
-        kernels = fastest if config.compile is True else "plain"
+        is_wanted = config.compile is True or (config.compile == "auto" and config.parallel.num_ranks == 1)
+        without = "inductor" if config.compile is True else "plain"
+        kernels = "triton" if is_fast and obstacle is None and is_wanted else without
     if kernels == "triton" and obstacle is not None:
         raise ConfigError(f'EngineConfig.kernels = "triton": {obstacle}')
     compiles = kernels != "plain" if config.compile == "auto" else bool(config.compile)

@@ -38,7 +38,7 @@ class EngineConfig:
         batch_invariant: a row's bits do not depend on its company; see `deepinfer.model.numerics`.
         compile: run the model's layers through `torch.compile`; "auto" does so for `kernels` other than "plain".
         kernels: "triton" reads quantised weights with kernels of our own, "inductor" leaves them to the compiler, "plain" is the
-            definition; "auto" is "plain", or with `compile=True` the fastest that the device has (see `deepinfer.backends`).
+            definition; "auto" is the fastest that the device has, on a CPU "plain" (see `deepinfer.backends`).
         cuda_graphs: capture decode steps as graphs; "auto" does so where the device can.
         enable_prefix_caching: keep the entries of finished and preempted sequences for those that begin alike.
         replay: "full" computes every token in every layer and takes nothing from the cache; "exact" saves work where the result

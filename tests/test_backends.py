@@ -16,6 +16,7 @@ from deepinfer.model import compiled
 from deepinfer.model.compiled import compilation_count, compile_model, is_compiled
 from deepinfer.model.numerics import Ops, reference_ops
 from deepinfer.ops.matmul import without_onednn
+from deepinfer.parallel.config import ParallelConfig
 from deepinfer.presets import byte_tokenizer_json, random_model, tiny_config
 from deepinfer.tokenizer import Tokenizer
 
@@ -39,12 +40,17 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Ops:
         ({"kernels": "inductor"}, CPU, "inductor", True),
         ({"kernels": "inductor", "compile": False}, CPU, "inductor", False),
         ({"batch_invariant": True}, CPU, "plain", False),
-        ({}, CUDA, "plain", False),
+        ({}, CUDA, "triton", True),
+        ({"kernels": "plain"}, CUDA, "plain", False),
+        ({"parallel": ParallelConfig(ep_size=2)}, CUDA, "plain", False),
+        ({"parallel": ParallelConfig(ep_size=2), "compile": True}, CUDA, "triton", True),
         ({"compile": True}, CUDA, "triton", True),
         ({"compile": False}, CUDA, "plain", False),
         ({"kernels": "triton", "compile": False}, CUDA, "triton", False),
         ({"kernels": "inductor"}, CUDA, "inductor", True),
         ({"precision": "float32"}, CUDA, "plain", False),
+        ({"precision": "float32", "compile": True}, CUDA, "inductor", True),
+        ({"batch_invariant": True}, CUDA, "triton", True),
         ({"batch_invariant": True, "compile": True}, CUDA, "triton", True),
     ],
 )
@@ -64,7 +70,6 @@ def test_the_choice(with_kernels: Ops, settings: dict[str, object], device: torc
         ({"kernels": "plain", "compile": True}, CUDA, 'kernels = "inductor" is the form for a compiler'),
         ({"batch_invariant": True, "compile": True}, CPU, "proven for the plain operations"),
         ({"batch_invariant": True, "kernels": "inductor"}, CPU, "proven for the plain operations"),
-        ({"batch_invariant": True}, CUDA, 'needs kernels = "triton" and compile = True'),
         ({"batch_invariant": True, "kernels": "plain"}, CUDA, 'needs kernels = "triton" and compile = True'),
         ({"batch_invariant": True, "compile": False}, CUDA, 'needs kernels = "triton" and compile = True'),
         ({"batch_invariant": True, "compile": True, "precision": "float32"}, CUDA, "with precision 'float32'"),

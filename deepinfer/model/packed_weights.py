@@ -294,6 +294,9 @@ def _pack_parts(matrices: tuple[StoredMatrix, ...], parts: list[slice]) -> Packe
             packed = pack_fp4(weights[0], scales[0])
         if result is None:
             count = matrices[0].weight.shape[0]
+            if torch.cuda.is_initialized():
+                # Else it would take a part of larger memory that was freed before, and the rest of that would be of no use.
+                torch.cuda.empty_cache()
             result = PackedMatrix(*(t.new_empty(count, *t.shape[1:]) for t in packed))
         for place, tensor in zip(result, packed, strict=True):
             place[part] = tensor
