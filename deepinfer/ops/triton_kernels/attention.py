@@ -36,6 +36,7 @@ class Cut(NamedTuple):
 
 CUT = Cut(chunk=128, places=64, heads=16, warps=4, stages=1)
 WIDE_ROWS = 64  # from here on the wide cut is faster
+WIDE_CHANNELS = 512  # more do not fit into shared memory
 
 
 def wide_cut(capability: tuple[int, int]) -> Cut:
@@ -216,7 +217,8 @@ def attend_in_place(
         visible: bool `[T, S]`; what is not may stand anywhere.
         invariant: a row's bits depend on no other row. With False many rows have the wide cut.
     """
-    is_wide = not invariant and q.shape[0] >= WIDE_ROWS and q.dtype != torch.float32
+    fits = q.shape[2] <= WIDE_CHANNELS and q.dtype != torch.float32
+    is_wide = fits and not invariant and q.shape[0] >= WIDE_ROWS
     cut = wide_cut(torch.cuda.get_device_capability(q.device)) if is_wide else CUT
     return launch(q, own, ring, pool, places, is_own, visible, sink, scale, pdl, cut)
 
